@@ -187,8 +187,9 @@ def answer(steps: Sequence[PredictedStep], scenario: Scenario) -> str:
     step = main_step(steps)
     if step is None:
         return ""
-    seconds = duration_text(step.prediction.step_seconds)
-    certain = range_text(step.low_seconds, step.high_seconds)
+    typical = step.prediction.step_seconds
+    seconds = duration_text(typical)
+    certain = range_text(step.low_seconds, step.high_seconds, typical=typical)
     sentences = [
         f"{step.sync} on {_counted(step.nodes, 'node')} takes {seconds} a step (80 %: {certain}).",
         _purchases_text(step, _purchases(step, scenario)),

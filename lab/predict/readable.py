@@ -21,12 +21,14 @@ def duration_text(seconds: float) -> str:
     return _scaled(seconds, _DURATIONS)
 
 
-def range_text(low: float, high: float, *, between: str = " to ") -> str:
-    """Return a range of times in one unit: ``182 to 240 ms``."""
-    text = duration_text(high)
-    unit = text.rpartition(" ")[2]
+def range_text(
+    low: float, high: float, *, between: str = " to ", typical: float | None = None
+) -> str:
+    """Return a range of times in one unit, that of the typical time: ``182 to 240 ms``."""
+    unit = duration_text(high if typical is None else typical).rpartition(" ")[2]
     seconds = dict(_DURATIONS)[unit]
-    return f"{_without_exponent(f'{low / seconds:.3g}')}{between}{text}"
+    ends = [_without_exponent(f"{end / seconds:.3g}") for end in (low, high)]
+    return f"{between.join(ends)} {unit}"
 
 
 def bytes_text(count: float) -> str:

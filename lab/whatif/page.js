@@ -79,7 +79,6 @@ const Page = (() => {
       if (details.open) fillTable(details.dataset.table);
     }
     byId("command").replaceChildren(...commandWords());
-    byId("as-text").textContent = asText();
     document.dispatchEvent(new CustomEvent("drawn"));
   }
 
@@ -94,16 +93,18 @@ const Page = (() => {
   }
 
   function drawAnswer() {
-    const { limit, detail } = Words.limits(results.focus, results.terms);
+    const { limit, detail } = Words.limits(data, state, results.focus, results.terms);
     const answer = Words.sentence(data, state, results.focus);
     const software = answer === "" ? "" : Words.softwareLimit(data, state);
     const sentence = `${answer || shortAnswer(results.focus)} ${software}`.trim();
+    const settings = Words.about(data, state);
+    byId("settings").textContent = tidy(settings);
     byId("limit").textContent = tidy(limit);
     byId("sentence").textContent = tidy(sentence);
     byId("detail").textContent = tidy(detail);
     byId("error").textContent = tidy(Words.error(data, state));
     later("speech", SPEECH_PAUSE, () => {
-      byId("spoken").textContent = `${limit} ${sentence}`;
+      byId("spoken").textContent = `${settings}. ${limit} ${sentence}`;
     });
   }
 
@@ -124,12 +125,6 @@ const Page = (() => {
     Pictures.steps(byId("steps"), data, scaling);
     Pictures.efficiency(byId("efficiency"), data, scaling);
     Pictures.bytes(byId("bytes"), data, { rows: results.rows });
-  }
-
-  function asText() {
-    const preset = currentPreset();
-    const name = preset ? `${preset.title}: ` : "";
-    return `${name}${Words.about(data, state)}. ${State.command(data, state)}`;
   }
 
   // -- tables -----------------------------------------------------------------------------------
@@ -174,7 +169,7 @@ const Page = (() => {
   function rangeOf(point) {
     const isKnown = point.low_seconds !== undefined && point.low_seconds !== null;
     if (!isKnown || point.low_seconds === point.high_seconds) return "";
-    return ` (${Words.range(point.low_seconds, point.high_seconds, "–")})`;
+    return ` (${Words.range(point.low_seconds, point.high_seconds, "–", point.step_seconds)})`;
   }
 
   const TABLES = {
@@ -502,7 +497,8 @@ const Page = (() => {
     }
     for (const button of document.querySelectorAll("[data-save]")) {
       const id = button.dataset.save;
-      button.addEventListener("click", () => Pictures.save(byId(id), `whatif-${id}`));
+      button.addEventListener("click", () =>
+        Pictures.save(byId(id), `whatif-${id}`, Words.about(data, state)));
     }
     for (const details of document.querySelectorAll("details[data-table]")) {
       details.addEventListener("toggle", () => details.open && fillTable(details.dataset.table));

@@ -13,8 +13,9 @@
  * @typedef {{kind: string, nbytes: number, count: number, begin: number, end: number,
  *     ready: number, where: string, exposed: number[][]}} Message
  *     seconds; where: "between nodes" or "inside a node"; nbytes: of each of its `count` messages
- * @typedef {{total_seconds: number, about: string, messages: Message[], exposed: number[][],
- *     passes: {name: string, begin: number, end: number}[]}} Timeline as Engine.timeline returns it
+ * @typedef {{total_seconds: number, mean_seconds: number, about: string, messages: Message[],
+ *     exposed: number[][], passes: {name: string, begin: number, end: number}[]}} Timeline
+ *     as Engine.timeline returns it
  *
  * @typedef {{nodes: number, step_seconds: number, efficiency: number, low_seconds: ?number,
  *     high_seconds: ?number, low_efficiency: ?number, high_efficiency: ?number}} Point
@@ -364,9 +365,12 @@ const Pictures = (() => {
     });
     const total = Words.duration(step.total_seconds);
     addText(drawing, `${total} ${step.about || "a step"}`, LEFT, 14 + LINE);
+    if (step.about) {
+      addText(drawing, `the mean step takes ${Words.duration(step.mean_seconds)}`, LEFT, 14 + 2 * LINE);
+    }
     const right = drawing.width - RIGHT;
     const x = linear(0, step.total_seconds, LEFT, right);
-    const top = 14 + 1.5 * LINE;
+    const top = 14 + (step.about ? 2.5 : 1.5) * LINE;
     let y = addPasses(drawing, x, step, top);
     for (const place of ["between nodes", "inside a node"]) {
       const messages = step.messages.filter((message) => message.where === place);
@@ -772,9 +776,12 @@ const Pictures = (() => {
 
   // -- a picture as a file ----------------------------------------------------------------------
 
-  /** Return a picture as the text of an SVG file, with the colours and the font it has now. */
-  function standalone(svg) {
-    const { width, height, title } = frames.get(svg);
+  /** Return a picture above a line of text as an SVG file, with the colours and font it has now. */
+  function standalone(svg, about) {
+    const { title, ...drawn } = frames.get(svg);
+    const width = Math.max(drawn.width, about ? 2 * LEFT + textWidth(about) : 0);
+    const height = drawn.height + (about ? LINE : 0);
+    const line = element("text", { x: LEFT, y: height - 6, fill: INK, "font-size": TEXT }, about);
     const style = getComputedStyle(svg);
     const copy = element("svg", {
       viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
@@ -782,14 +789,15 @@ const Pictures = (() => {
     });
     const paper = element("rect", { width, height, fill: PAPER });
     copy.append(element("title", {}, title), paper, svg.firstChild.cloneNode(true));
+    if (about) copy.append(line);
     const text = new XMLSerializer().serializeToString(copy);
     return text.replace(/var\((--\w+)\)/g, (_, name) => style.getPropertyValue(name));
   }
 
-  /** Download a picture as `name`.svg, which looks the same outside the page. */
-  function save(svg, name) {
+  /** Download a picture as `name`.svg, which looks the same outside the page; `about`: a line. */
+  function save(svg, name, about = "") {
     const link = document.createElement("a");
-    link.href = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(standalone(svg))}`;
+    link.href = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(standalone(svg, about))}`;
     link.download = `${name}.svg`;
     link.click();
   }

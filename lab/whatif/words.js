@@ -7,8 +7,7 @@
 const Words = (() => {
   const DURATIONS = [["h", 3600], ["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]];
   const BYTES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
-  const MUCH = 0.5; // of a step: messages that take more limit it
-  const LITTLE = 0.05; // of a step: messages that take less do not
+  const CLOSE = 0.05; // to nothing or to all: shares are written with a decimal
 
   // What Engine.terms counts, in words.
   const TERMS = {
@@ -16,6 +15,17 @@ const Words = (() => {
     bandwidth: "bytes on the links (bandwidth)",
     "root's link": "rank 0's link, which all bytes pass",
     summation: "adding gradients",
+  };
+  const LIMITS = {
+    computing: "Computing limits this step",
+    links: "The links between nodes limit this step",
+    "root's link": "Rank 0's link limits this step",
+    inside: "The links inside a node limit this step",
+    software: "The software that sends limits this step, not the links",
+    latency: "The latency of messages limits this step",
+    summation: "Adding gradients limits this step",
+    both: "Computing and messages both limit this step",
+    open: "Computing or the links limit this step: which of them is not decided",
   };
 
   /** Return the digits that Python's format has, which rounds a tie to the even digit. */
@@ -60,11 +70,11 @@ const Words = (() => {
   /** Return a number of bytes as text: "36.9 MB". */
   const bytes = (count) => (count <= 0 ? "0 B" : withUnit(count, BYTES));
 
-  /** Return a range of times in one unit: "182 to 240 ms". */
-  function range(low, high, between = " to ") {
+  /** Return a range of times in the unit of one of them: "182 to 240 ms". */
+  function range(low, high, between = " to ", typical = high) {
     if (high <= 0) return `0${between}0 s`;
-    const { digits, name, size } = scaled(high, DURATIONS);
-    return `${three(low / size)}${between}${digits} ${name}`;
+    const { name, size } = scaled(typical, DURATIONS);
+    return `${three(low / size)}${between}${three(high / size)} ${name}`;
   }
 
   /** Return how many times as fast: "1.36". */
@@ -154,7 +164,7 @@ const Words = (() => {
    */
   function sentence(data, state, row) {
     if (row.nodes === 1 || state.focus === "none") return "";
-    const certain = range(row.low_seconds, row.high_seconds);
+    const certain = range(row.low_seconds, row.high_seconds, " to ", row.step_seconds);
     const sentences = [
       `${state.focus} on ${counted(row.nodes, "node")} takes ${duration(row.step_seconds)} a step ` +
         `(80 %: ${certain}).`,
@@ -177,78 +187,153 @@ const Words = (() => {
     return data.priors.find((prior) => wanted.includes(prior.name))?.typical;
   }
 
+  const softwareOf = (state) =>
+    `${state.backend === "gloo" ? "Gloo" : "NCCL"} over ${state.transport.toUpperCase()}`;
+
+  /** Return the least rate at which a typical node's software limits a link. */
+  const enoughGbit = (data, state) =>
+    typical(data, state, "most_gbit") / Math.min(1, typical(data, state, "line_share"));
+
   /** Return from which rate on the nodes' software limits the links; "" if it does not. */
   function softwareLimit(data, state) {
     if (state.costs === "calibrated") return "";
     const most = typical(data, state, "most_gbit");
-    const enough = most / Math.min(1, typical(data, state, "line_share"));
+    const enough = enoughGbit(data, state);
     if (2 * state.rate_gbit <= enough) return "";
-    const software = `${state.backend === "gloo" ? "Gloo" : "NCCL"} over ${state.transport.toUpperCase()}`;
     return (
       `Links above ${three(enough)} Gbit/s would bring nothing more, since a node's software ` +
-      `passes ${rounded(most, 1)} Gbit/s at most (typical of ${software}).`
+      `passes ${rounded(most, 1)} Gbit/s at most (typical of ${softwareOf(state)}).`
     );
   }
 
-  /** Return the largest of the terms with its share of their sum, or null. */
-  function largestTerm(terms) {
-    const sum = Object.values(terms).reduce((total, seconds) => total + seconds, 0);
-    if (sum <= 0) return null;
-    const name = best(Object.keys(terms), (term) => terms[term]);
-    return { name, share: terms[name] / sum, sum };
+  /** Return the share of a step that takes half the time where a change brings this gain. */
+  const halved = (gain) => 2 * (1 - 1 / gain);
+
+  /** Return what limits messages of many bytes, of which no purchase changes more. */
+  function bytesLimit(data, state, row, links) {
+    if (row.nodes === 1) return "inside";
+    if (row.gains.network >= 1 + data.constants.little) return links;
+    const isFast = state.costs === "calibrated" || state.rate_gbit >= enoughGbit(data, state);
+    const inside = state.inside_gbit ?? typical(data, state, "inside_gbit");
+    const isSlowInside = !isFast || inside < typical(data, state, "most_gbit");
+    return state.ranks_per_node > 1 && isSlowInside ? "inside" : "software";
+  }
+
+  /** Return what limits a step: what the best purchase changes, unless what none does is more. */
+  function limiter(data, state, row, terms) {
+    const unchanged = messagesShare(row) - halved(row.gains.network);
+    const changed = purchases(data, state, row).map((change) => halved(row.gains[change]));
+    const links = terms["root's link"] > terms.bandwidth ? "root's link" : "links";
+    if (unchanged > Math.max(...changed)) {
+      const term = best(Object.keys(terms), (name) => terms[name]);
+      return term in LIMITS && term !== links ? term : bytesLimit(data, state, row, links);
+    }
+    const [first, rival] = bestPurchases(data, state, row);
+    const isOpen = rival !== undefined && row.nodes > 1;
+    if (isOpen && [first, rival].includes("network")) return "open";
+    if (first === "network") return links;
+    return messagesShare(row) > 0.5 ? "both" : "computing";
+  }
+
+  const messagesShare = (row) => (row.sync_seconds + row.slowed_seconds) / row.step_seconds;
+
+  /** Return a share, of nearly nothing and of nearly all with a decimal: 99.6 % is not 100 %. */
+  const ofAll = (share) =>
+    (share < CLOSE || share > 1 - CLOSE ? efficiency(share) : percent(share, 0));
+
+  /** Return what messages add to a step, as a sentence. */
+  function added(row) {
+    const parts = [];
+    if (row.sync_seconds > 0) parts.push(`${duration(row.sync_seconds)} that nothing hides`);
+    if (row.slowed_seconds > 0) {
+      parts.push(`${duration(row.slowed_seconds)} by which they slow computing`);
+    }
+    if (parts.length === 0) return "Computing hides all messages.";
+    return `Messages are ${ofAll(messagesShare(row))} of it: ${parts.join(", and ")}.`;
   }
 
   /**
-   * Return what limits the step, as one sentence; and where the messages' time goes, as another.
+   * Return what limits the step, which agrees with `sentence`; and where the messages' time goes.
    *
    * @param {object} terms of Engine.terms for the focus: seconds by what they are spent on
    * @returns {{limit: string, detail: string}}
    */
-  function limits(row, terms) {
-    const term = largestTerm(terms);
-    if (term === null) {
-      return { limit: "Computing alone takes this step's time: no gradients are sent.", detail: "" };
+  function limits(data, state, row, terms) {
+    const sum = Object.values(terms).reduce((total, seconds) => total + seconds, 0);
+    if (sum <= 0) {
+      const isAlone = row.nodes * state.ranks_per_node === 1;
+      const why = isAlone ? "one rank sends no gradients" : "no gradients are averaged";
+      return { limit: `Computing takes all of this step: ${why}.`, detail: "" };
     }
-    const added = row.sync_seconds + row.slowed_seconds;
-    const share = added / row.step_seconds;
-    let limit = `Computing takes most of this step; messages add ${percent(share, 0)} of it.`;
-    if (share > MUCH) limit = `Messages limit this step: they add ${percent(share, 0)} of it.`;
-    if (share < LITTLE) limit = `Computing limits this step: messages add ${percent(share)} of it.`;
-    let detail =
-      `All messages take ${duration(term.sum)}, ${percent(term.share, 0)} of that for ` +
-      `${TERMS[term.name]}. ${duration(row.sync_seconds)} are exposed: nothing is computed meanwhile`;
-    if (row.slowed_seconds > 0) {
-      detail += `; beside messages, backward takes ${duration(row.slowed_seconds)} longer`;
-    }
-    return { limit, detail: `${detail}.` };
+    const { period } = data.strategies.find((entry) => entry.name === state.focus).plan;
+    const messages = period > 1 ? `All messages of ${period} steps` : "All messages";
+    const term = best(Object.keys(terms), (name) => terms[name]);
+    const inside = term === "bandwidth" && state.ranks_per_node > 1 ? ", between nodes and inside" : "";
+    const share = `${ofAll(terms[term] / sum)} of that for ${TERMS[term]}${inside}`;
+    const detail = `${messages} take ${duration(sum)}, ${share}.`;
+    return { limit: `${LIMITS[limiter(data, state, row, terms)]}. ${added(row)}`, detail };
   }
 
-  /** Return how wrong the predictions of such clusters were, as a sentence; "" if not known. */
+  /** Return how wrong the predictions of such clusters were, as sentences; "" if not known. */
   function error(data, state) {
-    if (state.costs === "calibrated") return "";
     const family = data.families.find((entry) => entry.backend === state.backend);
-    if (family === undefined) return "";
+    if (state.costs === "calibrated" || family === undefined) return "";
     return (
       `For ${family.label}, predictions of other people's clusters were off by ` +
       `${rounded(100 * family.median, 1)} % (median of ${family.rows} measured steps; nine in ten ` +
-      `by less than ${rounded(100 * family.p90, 0)} %).`
+      `by less than ${rounded(100 * family.p90, 0)} %).${unchecked(data, state)}`
     );
   }
 
-  /** Return what predicts these steps, as a sentence of a table's caption or a picture. */
-  function about(data, state) {
-    const model = state.model === "own" ? `a model of ${grouped(state.parameters)} parameters` : state.model;
-    const ranks = state.ranks_per_node === 1 ? "" : ` of ${state.ranks_per_node} ranks`;
-    const owner = state.scaling === "weak" ? "a rank" : "all ranks together";
+  /** Return what of the state lies outside the published steps of its backend, as a sentence. */
+  function unchecked(data, state) {
+    const steps = data.measured
+      .filter((set) => set.isPublished && set.family === state.backend)
+      .flatMap((set) => set.points.map((point) => (
+        { ...point, ranks: point.nodes * set.state.ranks_per_node })));
+    const nodes = steps.map((step) => step.nodes);
+    const [fewest, most] = [Math.min(...nodes), Math.max(...nodes)];
+    const mostRanks = Math.max(...steps.map((step) => step.ranks));
+    const strategies = [...new Set(steps.map((step) => step.strategy))];
+    const ranks = state.nodes * state.ranks_per_node;
+    const outside = [];
+    if (state.nodes < fewest || state.nodes > most) outside.push(counted(state.nodes, "node"));
+    if (ranks > mostRanks) outside.push(counted(ranks, "rank"));
+    if (!strategies.includes(state.focus)) outside.push(state.focus);
+    if (outside.length === 0) return "";
     return (
-      `${model}, ${counted(state.nodes, "node")}${ranks}, ${state.rate_gbit} Gbit/s, ` +
-      `${counted(state.batch_size, "sample")} for ${owner}`
+      ` None of these steps is of ${outside.join(", or of ")}: they are of ${fewest} to ` +
+      `${grouped(most)} nodes, at most ${grouped(mostRanks)} ranks, and ${strategies.join(", ")}.`
+    );
+  }
+
+  /** Return the batch that is predicted: "256 samples over 4 nodes, 64 each". */
+  function batch(data, state) {
+    const ranks = state.nodes * state.ranks_per_node;
+    if (ranks === 1) return counted(state.batch_size, "sample");
+    if (state.scaling === "weak") {
+      return `${counted(state.batch_size, "sample")} a rank, ${grouped(ranks * state.batch_size)} in all`;
+    }
+    const all = Math.max(state.batch_size, ranks * State.leastSamples(data, state));
+    const owners = state.ranks_per_node === 1 ? "nodes" : "ranks";
+    const most = all % ranks === 0 ? "" : "up to ";
+    return `${counted(all, "sample")} over ${grouped(ranks)} ${owners}, ${most}${grouped(Math.ceil(all / ranks))} each`;
+  }
+
+  /** Return the settings in words: a line for the page, for paper and for saved pictures. */
+  function about(data, state) {
+    const model = state.model === "own" ? `${grouped(state.parameters)} parameters` : state.model;
+    const ranks = state.ranks_per_node === 1 ? "" : ` of ${state.ranks_per_node} ranks`;
+    const software = state.costs === "calibrated" ? "costs as calibrated" : softwareOf(state);
+    return (
+      `${model} on ${counted(state.nodes, "node")}${ranks}, ${software} at ` +
+      `${state.rate_gbit} Gbit/s, ${batch(data, state)}`
     );
   }
 
   return {
     duration, bytes, range, times, percent, efficiency, counted, grouped, three,
-    sentence, softwareLimit, limits, error, about, bestPurchases,
+    sentence, softwareLimit, limits, error, batch, about, bestPurchases,
   };
 })();
 if (typeof module !== "undefined") module.exports = Words;

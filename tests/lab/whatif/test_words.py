@@ -1,8 +1,10 @@
-"""The page's sentences and numbers are those of lab predict."""
+"""The page's sentences and numbers are those of lab predict, and do not contradict each other."""
 
 import math
 import random
+import re
 from dataclasses import asdict, replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,10 +14,78 @@ from lab.predict.printing import answer
 from lab.predict.readable import bytes_text, duration_text, range_text
 from lab.whatif.data import State
 from lab.whatif.page import scenario_of, steps_of
-from tests.helpers.node import needs_node, run_script
+from tests.helpers.node import needs_node, run_script, run_scripts
 from tests.helpers.whatif_states import Page, add_states
 
 pytestmark = needs_node
+
+SAID = """(() => {
+  const { data } = given;
+  Measured.prepare(data);
+  const rowOf = (state, row) => row ?? Engine.row(data, state, state.focus);
+  return given.cases.map(([state, known]) => {
+    const row = rowOf(state, known);
+    const terms = Engine.terms(data, state, state.focus);
+    return {
+      ...Words.limits(data, state, row, terms), row, terms,
+      answer: Words.sentence(data, state, row), software: Words.softwareLimit(data, state),
+      about: Words.about(data, state), error: Words.error(data, state),
+    };
+  });
+})()"""
+# What the heading may name, and by which word.
+LIMITS = {
+    "Computing limits": "computing",
+    "Computing and messages": "computing",
+    "links between nodes": "network",
+    "Rank 0's link": "network",
+    "not decided": "not decided",
+    "software that sends": "other",
+    "latency of messages": "other",
+    "inside a node": "other",
+    "Adding gradients": "other",
+    "takes all": "nothing",
+}
+
+
+# What differs from the first preset (ddp, Gloo on four nodes at 10 Gbit/s, one batch of 256), and
+# what the page says of it; "!": what it does not.
+CASES: list[tuple[dict[str, Any], dict[str, list[str]]]] = [
+    (
+        {},
+        {
+            "limit": ["Computing limits", "20 %", "nothing hides", "slow computing"],
+            "about": ["vgg11 on 4 nodes, Gloo over TCP at 10 Gbit/s", "256 samples", "64 each"],
+            "error": ["median of", "!None of"],
+        },
+    ),
+    ({"nodes": 64}, {"limit": ["latency", "91 %"], "error": ["64 nodes", "64 ranks"]}),
+    ({"focus": "all_reduce", "latency_us": 5000, "nodes": 16}, {"limit": ["latency"]}),
+    ({"focus": "gather_scatter"}, {"limit": ["software"], "detail": ["rank 0's link"]}),
+    ({"focus": "gather_scatter", "rate_gbit": 1}, {"limit": ["Rank 0's link"]}),
+    ({"rate_gbit": 0.3}, {"limit": ["links between nodes"]}),
+    (
+        {"focus": "hierarchical", "ranks_per_node": 4, "rate_gbit": 0.5},
+        {
+            "detail": ["between nodes and inside"],
+            "error": ["of hierarchical"],
+            "about": ["of 4 ranks"],
+        },
+    ),
+    ({"focus": "none"}, {"limit": ["no gradients are averaged"]}),
+    ({"nodes": 1}, {"limit": ["one rank"], "about": ["256 samples", "!each", "1 node,"]}),
+    ({"focus": "local_sgd"}, {"detail": ["messages of 4 steps"]}),
+    ({"nodes": 1000}, {"about": ["2,000 samples over 1,000 nodes, 2 each"]}),
+    ({"nodes": 3}, {"about": ["256 samples over 3 nodes, up to 86 each"]}),
+    (
+        {"scaling": "weak", "batch_size": 64, "backend": "nccl", "transport": "rdma", "nodes": 8},
+        {
+            "about": ["NCCL over RDMA", "64 samples a rank, 512 in all"],
+            "error": ["NCCL", "!None of"],
+        },
+    ),
+    ({"costs": "calibrated", "step_ms": None}, {"about": ["costs as calibrated at 10"]}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +101,17 @@ def predicted(what_if):
         state = msgspec.convert(given, State)
         [step] = steps_of(state, calibration)
         found.append((given, step, scenario_of(state, calibration)))
-    return page, found
+    return [*found, *map(undecided, found)]
+
+
+@pytest.fixture(scope="module")
+def said(what_if, predicted):
+    """What the page says of each of these, and then of ``CASES``."""
+    first = what_if.preset("cloudlab")
+    cases = [[state, as_row(step)] for state, step, _ in predicted]
+    cases += [[first | changes, None] for changes, _ in CASES]
+    found = run_scripts(SAID, {"data": what_if.data, "cases": cases})
+    return found[: len(predicted)], found[len(predicted) :]
 
 
 def as_row(step):
@@ -48,24 +128,17 @@ def undecided(case):
     return state, replace(step, best_shares=shares, gain_ranges=ranges), scenario
 
 
-def test_the_answer_is_that_of_lab_predict(predicted):
-    page, found = predicted
-    found = [*found, *map(undecided, found)]
-    given = {"data": page.data, "cases": [[state, as_row(step)] for state, step, _ in found]}
-    expression = "given.cases.map(([state, row]) => it.sentence(given.data, state, row))"
-    sentences = run_script("words", expression, given)
-    assert sentences == [answer([step], scenario) for _, step, scenario in found]
+def test_the_answer_is_that_of_lab_predict(predicted, said):
+    sentences = [words["answer"] for words in said[0]]
+    assert sentences == [answer([step], scenario) for _, step, scenario in predicted]
     for words in ("not decided", "would bring most", "Nothing would bring much", "slower"):
         assert sum(words in sentence for sentence in sentences) >= 3, words
     assert sentences.count("") >= 2
 
 
-def test_where_software_limits_the_link(predicted):
-    page, found = predicted
-    given = {"data": page.data, "states": [state for state, _, _ in found]}
-    expression = "given.states.map((state) => it.softwareLimit(given.data, state))"
-    sentences = run_script("words", expression, given)
-    for sentence, (state, _, scenario) in zip(sentences, found, strict=True):
+def test_where_software_limits_the_link(predicted, said):
+    for words, (state, _, scenario) in zip(said[0], predicted, strict=True):
+        sentence = words["software"]
         is_limited = state["costs"] == "typical" and 2e9 * state["rate_gbit"] > scenario.enough_bits
         assert bool(sentence) == is_limited
         assert not is_limited or f"above {scenario.enough_bits / 1e9:.3g} Gbit/s" in sentence
@@ -76,26 +149,93 @@ def test_numbers_are_written_as_in_python():
     dice = random.Random(3)
     values = [math.exp(dice.uniform(math.log(1e-10), math.log(1e14))) for _ in range(500)]
     values += [0, 0.9996, 1.125, 1.115, 112.5, 999.5, 0.0009995, 3599.99, 2.5e6, 1e12, 12.5e3]
-    expression = "given.map((v) => [it.duration(v), it.bytes(1e10 * v), it.range(v / 3, v)])"
-    expected = [[duration_text(v), bytes_text(1e10 * v), range_text(v / 3, v)] for v in values]
+    expression = (
+        "given.map((v) => [it.duration(v), it.bytes(1e10 * v), it.range(v / 3, v),"
+        ' it.range(0.9 * v, 3 * v, " to ", v)])'
+    )
+    expected = [
+        [
+            duration_text(v),
+            bytes_text(1e10 * v),
+            range_text(v / 3, v),
+            range_text(0.9 * v, 3 * v, typical=v),
+        ]
+        for v in values
+    ]
     assert run_script("words", expression, values) == expected
+    assert range_text(0.857, 1.16, typical=0.952) == "857 to 1,160 ms"
 
 
-@pytest.mark.parametrize(
-    ("row", "terms", "named"),
-    [
-        ((1.0, 0.5, 0.2), (0.1, 0.6, 0.0, 0.0), ("Messages limit", "70 %", "86 %", "bandwidth")),
-        ((1.0, 0.01, 0.0), (0.3, 0.1, 0.0, 0.0), ("Computing limits", "1.0 %", "latency")),
-        ((1.0, 0.2, 0.1), (0.1, 0.1, 0.4, 0.0), ("Computing takes most", "30 %", "rank 0's link")),
-        ((1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0), ("no gradients are sent",)),
-    ],
-)
-def test_what_limits_a_step(row, terms, named):
-    names = ("latency", "bandwidth", "root's link", "summation")
-    step, exposed, slowed = row
-    seconds = {"step_seconds": step, "sync_seconds": exposed, "slowed_seconds": slowed}
-    given = [seconds, dict(zip(names, terms, strict=True))]
-    found = run_script("words", "it.limits(...given)", given)
-    for text in named:
-        assert text in " ".join(found.values())
-    assert ("longer" in found["detail"]) == (slowed > 0)
+def named_limit(heading):
+    [kind] = {kind for words, kind in LIMITS.items() if words in heading}
+    return kind
+
+
+def contradiction(words, state):
+    """Return how a heading contradicts the sentence or the numbers of its row; "" if not."""
+    heading, sentence, row = words["limit"], words["answer"], words["row"]
+    kind = named_limit(heading)
+    share = (row["sync_seconds"] + row["slowed_seconds"]) / row["step_seconds"]
+    purchases = {"weak": ("network", "compute"), "strong": ("network", "compute", "nodes")}
+    gains = {name: row["gains"][name] for name in purchases[state["scaling"]]}
+    best = max(gains, key=gains.get)
+    if "100" in heading and share < 0.9995:
+        return "100 %"
+    if kind == "nothing":
+        return "" if sum(words["terms"].values()) == 0 else "messages"
+    if kind == "not decided":
+        return "" if "not decided" in sentence and "a network" in sentence else "decided"
+    if kind == "computing":
+        is_alone = "Computing limits" in heading and share > 0.5
+        return "" if gains[best] >= 1.03 and best != "network" and not is_alone else best
+    if kind == "network":
+        return "" if best == "network" or gains["network"] > 1.1 else best
+    if "software" in heading and gains["network"] >= 1.03:
+        return "links"
+    return "" if share > 1 / 3 and gains["network"] < 4 / 3 else "messages"
+
+
+def test_the_heading_agrees_with_the_sentence(predicted, said):
+    faults = [
+        (contradiction(words, state), words["limit"], words["answer"])
+        for words, (state, _, _) in zip(said[0], predicted, strict=True)
+    ]
+    assert [fault for fault in faults if fault[0]] == []
+    kinds = {named_limit(words["limit"]) for words in said[0]}
+    assert kinds >= {"computing", "network", "other", "not decided"}
+
+
+@pytest.mark.slow
+def test_the_heading_agrees_with_the_sentence_in_many_states(what_if):
+    page = Page(what_if.data, str(reference_path()))
+    add_states(page, 300, seed=7)
+    cases = [[state, None] for state in page.states]
+    found = run_scripts(SAID, {"data": page.data, "cases": cases}, limit=240)
+    faults = []
+    for words, state in zip(found, page.states, strict=True):
+        if fault := contradiction(words, state):
+            faults.append((fault, words["limit"], words["answer"]))
+    assert faults == []
+    assert {named_limit(words["limit"]) for words in found} == {*LIMITS.values()}
+
+
+def test_what_the_page_says_of_a_state(said):
+    """Each has what differs from the first preset, and parts of what the page says of it."""
+    for (changes, parts), words in zip(CASES, said[1], strict=True):
+        for name, texts in parts.items():
+            for text in texts:
+                assert (text.removeprefix("!") in words[name]) != text.startswith("!"), changes
+
+
+def test_the_published_range_follows_from_the_data(what_if, said):
+    """Outside it the caption has the numbers of the sets that came with the page."""
+    sets = [entry for entry in what_if.data["measured"] if entry["family"] == "gloo"]
+    nodes = [point["nodes"] for entry in sets for point in entry["points"]]
+    [outside] = [
+        words["error"]
+        for (changes, _), words in zip(CASES, said[1], strict=True)
+        if changes.get("nodes") == 64
+    ]
+    assert f"of {min(nodes)} to {max(nodes)} nodes" in outside
+    strategies = {point["strategy"] for entry in sets for point in entry["points"]}
+    assert set(re.findall(r"[a-z]+_[a-z_]+|\bddp\b", outside)) == strategies
