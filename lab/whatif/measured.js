@@ -22,16 +22,17 @@ const Measured = (() => {
   const FORMAT = 1; // of results.json
   const MOST_BYTES = 50e6;
   const MOST_FILES = 5000;
-  const LARGEST = 1e9; // of any number: seconds, nodes, samples
+  const MOST_PROBLEMS = 3; // that are said at once
+  const MOST_STEPS = 2000; // of a file
+  const SECONDS = { least: 1e-5, most: 1000 }; // of a step, as in the page's field
+  const GBIT = { least: 1e-6, most: 1e6 };
+  const SAMPLES = { least: 1, most: 1e9, whole: true };
   const CLOSE = 0.01; // two values of a setting that are the same but for rounding
+  const OF_A_RUN = ["summary.json", "ranks.json", "config.json"];
   const COLUMNS = ["nodes", "strategy", "global_batch", "step_seconds"];
   const RATES = { kbit: 1e-6, mbit: 1e-3, gbit: 1, tbit: 1e3 };
   const WANTED = "results.json, a table (.csv), or summary.json and ranks.json of a run";
-  // On what a step depends; what else may differ is what nobody measured.
-  const SETTINGS = [
-    "model", "parameters", "gradient_type", "backend", "transport", "rate_gbit", "ranks_per_node",
-    "scaling", "batch_size", "step_ms", "batch", "bucket_mb",
-  ];
+  const DRAWN = ["nodes", "strategies", "focus", "measured"]; // what is shown; all else is a setting
 
   /** What is wrong with a file, in one sentence for the reader. */
   class Refused extends Error {}
@@ -46,36 +47,48 @@ const Measured = (() => {
 
   const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-  function number(value, where, { least = 1e-9, most = LARGEST, whole = false } = {}) {
+  /** Return a value for a sentence: a long one is cut. */
+  const shortly = (value) => (JSON.stringify(value) ?? "nothing").slice(0, 40);
+
+  /** Return a number that is within the limits of a field, as State.FIELDS has them. */
+  function number(value, where, { least, most, whole = false }) {
     const fits = Number.isFinite(value) && value >= least && value <= most;
     const kind = whole ? "a whole number" : "a number";
     refuseIf(
       !fits || (whole && !Number.isInteger(value)),
-      `${where}: got ${JSON.stringify(value) ?? "nothing"}, expected ${kind} of at least ${least}.`,
+      `${where}: got ${shortly(value)}, expected ${kind} from ${least} to ${Words.grouped(most)}.`,
     );
     return value;
   }
 
-  const count = (value, where) => number(value, where, { least: 1, whole: true });
+  /** Return the number of a field of a table; what is no number stays a text, for the sentence. */
+  const numberIn = (text, where, limits) => number(isDecimal(text) ? Number(text) : text, where, limits);
+
+  const isDecimal = (text) => /^(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(text ?? "");
 
   /** Return Gbit/s of "1gbit", of bits a second, or null. */
   function rate(value, where) {
     if (value === null || value === undefined || value === "") return null;
-    if (typeof value === "number") return number(value, where, { least: 1, most: 1e18 }) / 1e9;
-    const match = /^\s*([\d.]+)\s*([kmgt]bit)(\/s|ps)?\s*$/i.exec(value);
-    refuseIf(match === null, `${where}: got "${value}", expected a rate such as 1gbit.`);
-    return number(Number(match[1]) * RATES[match[2].toLowerCase()], where);
+    if (typeof value === "number") return number(value / 1e9, `${where} in Gbit/s`, GBIT);
+    const [, digits, unit] = /^\s*([\d.]+)\s*([kmgt]bit)(?:\/s|ps)?\s*$/i.exec(value) ?? [];
+    refuseIf(!isDecimal(digits), `${where}: got ${shortly(value)}, expected a rate such as 1gbit.`);
+    return number(Number(digits) * RATES[unit.toLowerCase()], `${where} in Gbit/s`, GBIT);
   }
 
   function json(file) {
+    let content = null;
     try {
-      const content = JSON.parse(file.text);
-      refuseIf(!isObject(content), `${file.path} is something else: expected ${WANTED}.`);
-      return content;
-    } catch (error) {
-      if (error instanceof Refused) throw error;
+      content = JSON.parse(file.text);
+    } catch {
       throw new Refused(`${file.path} is cut off, or no JSON file: nothing of it is shown.`);
     }
+    refuseIf(!isObject(content), `${file.path} is something else: expected ${WANTED}.`);
+    return content;
+  }
+
+  function refuseMany(count, path, noun) {
+    const most = Words.grouped(MOST_STEPS);
+    refuseIf(count > MOST_STEPS, `${path} has ${Words.counted(count, noun)}: this page reads up to ${most}.`);
   }
 
   // -- files to measurements --------------------------------------------------------------------
@@ -90,11 +103,11 @@ const Measured = (() => {
     const { path } = file;
     const isComparison = Array.isArray(content.cells) && isObject(content.settings);
     refuseIf(!isComparison, `${path} is something else: expected ${WANTED}.`);
-    refuseIf(
-      content.format > FORMAT,
-      `${path} has format ${content.format}, this page reads ${FORMAT}: make a newer page with lab whatif.`,
-    );
-    refuseIf(content.format !== FORMAT, `${path}: format: got ${content.format}, expected ${FORMAT}.`);
+    const { format } = content;
+    const isNewer = Number.isInteger(format) && format > FORMAT;
+    refuseIf(isNewer, `${path} has format ${format}, this page reads ${FORMAT}: make a newer page with lab whatif.`);
+    refuseIf(format !== FORMAT, `${path}: format: got ${shortly(format)}, expected ${FORMAT}.`);
+    refuseMany(content.cells.length, path, "cell");
     const cells = content.cells.filter((cell) => !isObject(cell) || cell.median);
     const steps = cells.map((cell, index) => ofCell(content, cell, `${path}, cell ${index + 1}`));
     const about = content.emulated
@@ -105,19 +118,21 @@ const Measured = (() => {
   }
 
   function ofCell(content, cell, where) {
-    refuseIf(!isObject(cell) || !isObject(cell.median), `${where} is something else.`);
-    const ranksPerNode = count(cell.ranks_per_node ?? 1, `${where}: ranks_per_node`);
-    const ranks = count(cell.nodes, `${where}: nodes`) * ranksPerNode;
+    const isCell = isObject(cell) && isObject(cell.median) && typeof cell.sync === "string";
+    refuseIf(!isCell, `${where} is something else.`);
+    const { nodes: ofNodes, ranks_per_node: ofRanks } = State.FIELDS;
+    const ranksPerNode = number(cell.ranks_per_node ?? 1, `${where}: ranks_per_node`, ofRanks);
+    const ranks = number(cell.nodes, `${where}: nodes`, ofNodes) * ranksPerNode;
     const rateGbit = rate(cell.rate, `${where}: rate`);
     const nodes = rateGbit === null ? hostsOf(cell, ranks) : cell.nodes;
     const settings = content.groups?.[cell.group ?? 0] ?? content.settings;
     return {
-      strategy: String(cell.sync),
+      strategy: cell.sync,
       nodes,
       ranks_per_node: ranks / nodes,
-      batch: number(cell.batch_size, `${where}: batch_size`, { least: 1 }),
-      seconds: number(cell.median.step, `${where}: step`),
-      sync_seconds: number(cell.median.sync ?? 0, `${where}: sync`, { least: 0 }),
+      batch: number(cell.batch_size, `${where}: batch_size`, SAMPLES),
+      seconds: number(cell.median.step, `${where}: step`, SECONDS),
+      sync_seconds: number(cell.median.sync ?? 0, `${where}: sync`, { ...SECONDS, least: 0 }),
       rate_gbit: rateGbit,
       model: settings.model ?? content.settings.model ?? null,
     };
@@ -160,6 +175,7 @@ const Measured = (() => {
       `${path} has no column ${missing.join(", ")}: expected ${COLUMNS.join(", ")}, separated by commas.`,
     );
     refuseIf(lines.length === 1, `${path} has no rows: expected one measured step or more.`);
+    refuseMany(lines.length - 1, path, "row");
     const steps = lines.slice(1).map((line, index) => {
       const where = `${path}, row ${index + 1}`;
       const fields = fieldsOf(line);
@@ -174,14 +190,15 @@ const Measured = (() => {
 
   function ofRow(data, row, where) {
     const known = data.strategies.some((entry) => entry.name === row.strategy);
-    refuseIf(!known, `${where}: strategy: got "${row.strategy}", which this page does not know.`);
-    const inGbit = /^[\d.]+$/.test(row.rate ?? "") ? `${row.rate}gbit` : row.rate;
+    refuseIf(!known, `${where}: strategy: got ${shortly(row.strategy)}, which this page does not know.`);
+    const { nodes: ofNodes, ranks_per_node: ofRanks } = State.FIELDS;
+    const inGbit = isDecimal(row.rate) ? `${row.rate}gbit` : row.rate;
     return {
       strategy: row.strategy,
-      nodes: count(Number(row.nodes), `${where}: nodes`),
-      ranks_per_node: count(Number(row.ranks_per_node || 1), `${where}: ranks_per_node`),
-      batch: count(Number(row.global_batch), `${where}: global_batch`),
-      seconds: number(Number(row.step_seconds || NaN), `${where}: step_seconds`),
+      nodes: numberIn(row.nodes, `${where}: nodes`, ofNodes),
+      ranks_per_node: numberIn(row.ranks_per_node || "1", `${where}: ranks_per_node`, ofRanks),
+      batch: numberIn(row.global_batch, `${where}: global_batch`, SAMPLES),
+      seconds: numberIn(row.step_seconds, `${where}: step_seconds`, SECONDS),
       sync_seconds: null,
       rate_gbit: rate(inGbit, `${where}: rate`),
       model: null,
@@ -203,10 +220,14 @@ const Measured = (() => {
 
   function ofRun(folder, files) {
     const where = nameOf(folder) || "The dropped run";
-    const lacks = ["summary.json", "ranks.json"].find((name) => !files.has(name));
-    refuseIf(lacks, `${where} has no ${lacks}: drop the run's whole folder.`);
-    const summary = json(files.get("summary.json"));
-    const { ranks } = json(files.get("ranks.json"));
+    const called = (name) => {
+      const [file, second] = files.filter(({ path }) => nameOf(path) === name);
+      refuseIf(second, `Two files are called ${name}: drop the runs' folders.`);
+      refuseIf(!file, `${where} has no ${name}: drop the run's whole folder.`);
+      return json(file);
+    };
+    const summary = called("summary.json");
+    const { ranks } = called("ranks.json");
     const isRun = typeof summary.sync === "string" && Array.isArray(ranks) && ranks.every(isObject);
     refuseIf(!isRun || ranks.length === 0, `${where} is not the folder of a finished run.`);
     const nodes = new Set(ranks.map((row) => row.node ?? row.host)).size;
@@ -215,8 +236,8 @@ const Measured = (() => {
       strategy: summary.sync,
       nodes,
       ranks_per_node: ranks.length / nodes,
-      batch: count(summary.global_batch_size, `${where}: global_batch_size`),
-      seconds: number(summary.step_seconds, `${where}: step_seconds`),
+      batch: number(summary.global_batch_size, `${where}: global_batch_size`, SAMPLES),
+      seconds: number(summary.step_seconds, `${where}: step_seconds`, SECONDS),
       sync_seconds: summary.section_seconds?.sync ?? null,
       rate_gbit: null,
       model: summary.model ?? null,
@@ -225,35 +246,35 @@ const Measured = (() => {
   }
 
   /**
-   * Return what the files hold. Of a comparison's folder results.json counts alone; of other
-   * folders the runs and tables in it do.
+   * Return what there is to read: its name, and how to read it. Of a comparison's folder
+   * results.json counts alone; of other folders the runs and tables in it do.
    *
    * @param {TextFile[]} files
+   * @returns {{name: string, measurement: function(): Measurement}[]}
    */
-  function measurementsOf(data, files) {
+  function sourcesOf(data, files) {
     const compared = files.filter(({ path }) => nameOf(path) === "results.json");
     const inside = compared.map(({ path }) => folderOf(path)).filter((folder) => folder !== "");
-    const found = compared.map((file) => ofComparison(data, file));
+    const sources = [];
     const runs = new Map();
     for (const file of files) {
-      const folder = folderOf(file.path);
-      const name = nameOf(file.path);
+      const { path } = file;
+      const folder = folderOf(path);
       const isPart = inside.some((root) => folder === root || folder.startsWith(`${root}/`));
-      if (isPart || compared.includes(file)) continue;
-      if (["summary.json", "ranks.json", "config.json"].includes(name)) {
-        if (!runs.has(folder)) runs.set(folder, new Map());
-        refuseIf(runs.get(folder).has(name), `Two files are called ${name}: drop the runs' folders.`);
-        runs.get(folder).set(name, file);
-      } else if (/\.csv$/i.test(name)) {
-        found.push(ofTable(data, file));
-      } else if (folder === "") {
-        found.push(ofComparison(data, file)); // results.json under another name, or something else
+      if (isPart && !compared.includes(file)) continue;
+      if (OF_A_RUN.includes(nameOf(path))) {
+        runs.set(folder, [...(runs.get(folder) ?? []), file]);
+      } else if (/\.csv$/i.test(path)) {
+        sources.push({ name: path, measurement: () => ofTable(data, file) });
+      } else if (folder === "" || compared.includes(file)) { // perhaps a results.json renamed
+        sources.push({ name: path, measurement: () => ofComparison(data, file) });
       }
     }
-    const finished = [...runs].filter(([folder, own]) => folder === "" || own.has("summary.json"));
-    if (finished.length) found.push(ofRuns(data, finished));
-    refuseIf(found.length === 0, `Nothing to show in what was dropped: expected ${WANTED}.`);
-    return found;
+    const isFinished = ([folder, own]) => folder === "" || own.some(({ path }) => nameOf(path) === OF_A_RUN[0]);
+    const finished = [...runs].filter(isFinished);
+    const name = finished.length === 1 ? finished[0][1][0].path : `${finished.length} runs`;
+    if (finished.length) sources.push({ name, measurement: () => ofRuns(data, finished) });
+    return sources;
   }
 
   // -- measurements to sets ---------------------------------------------------------------------
@@ -262,7 +283,8 @@ const Measured = (() => {
     const groups = new Map();
     for (const entry of entries) {
       const key = JSON.stringify(keyOf(entry));
-      groups.set(key, [...(groups.get(key) ?? []), entry]);
+      if (!groups.has(key)) groups.set(key, []);
+      groups.get(key).push(entry);
     }
     return [...groups.values()];
   }
@@ -306,15 +328,18 @@ const Measured = (() => {
       strategies,
       focus: strategies.at(-1),
     };
-    if (model !== null) Object.assign(state, { model, gradient_type: "fp32", bucket_mb: null });
-    if (rateGbit !== null) state.rate_gbit = rateGbit;
+    const isKnown = data.models.some((entry) => entry.name === model);
+    if (isKnown) Object.assign(state, { model, gradient_type: "fp32", bucket_mb: null });
+    const typicalLinks = { latency_us: null, inside_gbit: null };
+    if (rateGbit !== null) Object.assign(state, typicalLinks, { rate_gbit: rateGbit });
     if (backend !== null) Object.assign(state, { costs: "typical", backend, transport: "tcp" });
     if (own !== null) {
       const stepMs = Number((1e3 * own.seconds).toPrecision(5));
       Object.assign(state, { costs: "typical", step_ms: stepMs, batch: own.samples });
     }
     const sentences = [about];
-    if (rateGbit === null) sentences.push("The rate of the links is not stated: yours stays.");
+    if (rateGbit === null) sentences.push("The links are not stated: yours stay.");
+    if (!isKnown) sentences.push("The model is not stated, or not in this page: yours stays.");
     if (own === null) sentences.push("The step of one rank alone is not stated: yours stays.");
     if (own?.ranks > 1) {
       sentences.push("One rank alone was not measured: its step is taken to be a step of these less its exposed communication.");
@@ -344,45 +369,52 @@ const Measured = (() => {
   }
 
   /**
-   * Return the sets of files, or what is wrong with one of them.
+   * Return the sets of those files that can be read, and what is wrong with the others.
    *
    * @param {Object} data of the page
    * @param {TextFile[]} files
-   * @returns {{sets: MeasuredSet[]} | {problem: string}}
+   * @returns {{sets: MeasuredSet[], problem: ?string}}
    */
   function readTexts(data, files) {
-    try {
-      const sets = measurementsOf(data, files).flatMap((found) => setsOf(data, found));
-      return { sets: withIds(sets, data.measured.map((set) => set.id)) };
-    } catch (error) {
-      if (error instanceof Refused) return { problem: error.message };
-      throw error;
+    const sources = sourcesOf(data, files);
+    const sets = [];
+    const problems = [];
+    for (const { name, measurement } of sources) {
+      try {
+        sets.push(...setsOf(data, measurement()));
+      } catch (error) { // whatever a file may hold
+        const isKnown = error instanceof Refused;
+        problems.push(isKnown ? error.message : `${name} is not as lab compare or lab train writes it.`);
+      }
     }
+    if (sources.length === 0) problems.push(`Nothing to show in what was dropped: expected ${WANTED}.`);
+    const problem = problems.slice(0, MOST_PROBLEMS).join(" ") || null;
+    return { sets: withIds(sets, data.measured.map((set) => set.id)), problem };
   }
 
   const isRead = ({ path }) => {
     const name = nameOf(path);
-    const ofFolder = ["results.json", "summary.json", "ranks.json", "config.json"];
-    return folderOf(path) === "" || ofFolder.includes(name) || /\.csv$/i.test(name);
+    return folderOf(path) === "" || ["results.json", ...OF_A_RUN].includes(name) || /\.csv$/i.test(name);
   };
 
   /**
    * Return the sets of files of the browser.
    *
    * @param {{path: string, file: File}[]} dropped
-   * @returns {Promise<{sets: MeasuredSet[]} | {problem: string}>}
+   * @returns {Promise<{sets: MeasuredSet[], problem: ?string}>}
    */
   async function read(data, dropped) {
     const wanted = dropped.filter(isRead);
-    if (wanted.length > MOST_FILES) return { problem: `These are ${wanted.length} files: drop fewer.` };
+    const refused = (problem) => ({ sets: [], problem });
+    if (wanted.length > MOST_FILES) return refused(`These are ${wanted.length} files: drop fewer.`);
     const large = wanted.find(({ file }) => file.size > MOST_BYTES);
-    if (large) return { problem: `${large.path} is too large: this page reads up to 50 MB.` };
+    if (large) return refused(`${large.path} is too large: this page reads up to 50 MB.`);
     const texts = [];
     for (const { path, file } of wanted) {
       try {
         texts.push({ path, text: await file.text() });
       } catch {
-        return { problem: `${path} cannot be read: is it a folder, or was it moved?` };
+        return refused(`${path} cannot be read: is it a folder, or was it moved?`);
       }
     }
     return readTexts(data, texts);
@@ -391,12 +423,12 @@ const Measured = (() => {
   /** Put the sets of the files that came with the page before the published ones. */
   function prepare(data) {
     for (const set of data.measured) set.isPublished = true;
-    for (const files of [data.shipped ?? [], data.files ?? []]) {
-      if (files.length === 0) continue;
-      const { sets = [], problem = null } = readTexts(data, files);
-      data.measured = [...sets, ...data.measured];
-      data.problem = problem; // in the end that of the reader's own files
-    }
+    const { files = [], shipped = [] } = data;
+    data.measured = [...readTexts(data, shipped).sets, ...data.measured];
+    const own = readTexts(data, files);
+    data.measured = [...own.sets, ...data.measured];
+    data.begin = own.sets[0]?.id ?? null;
+    data.problem = files.length === 0 ? null : own.problem;
   }
 
   // -- what a set shows in a state --------------------------------------------------------------
@@ -408,9 +440,18 @@ const Measured = (() => {
     return Math.abs(first - second) <= CLOSE * Math.max(first, second);
   }
 
+  /** Return the names of the settings that change a state's predictions. */
+  function settingsOf(state) {
+    const unused = [...DRAWN];
+    if (state.model !== "own") unused.push("parameters");
+    if (state.ranks_per_node === 1) unused.push("inside_gbit");
+    if (state.step_ms === null) unused.push("batch");
+    return Object.keys(State.FIELDS).filter((name) => !unused.includes(name));
+  }
+
   /** Return the settings of a state that are not those of a set, by name. */
   function differences(set, state) {
-    return SETTINGS.filter((name) => name in set.state && !isClose(set.state[name], state[name]));
+    return settingsOf(state).filter((name) => name in set.state && !isClose(set.state[name], state[name]));
   }
 
   /** Return the measured efficiency where the step of one node was measured too, else null. */
@@ -560,6 +601,12 @@ const Measured = (() => {
     return `${family} That error predicts each group without its own rows; this page's priors were fitted to all of them.`;
   }
 
+  /** Take away what was said of files before. */
+  function clear() {
+    for (const id of ["measured-problem", "message"]) byId(id).hidden = true;
+    byId("measured-said").textContent = "";
+  }
+
   /** Say what is wrong with files. */
   function refuse(problem) {
     byId("measured-problem").textContent = problem;
@@ -570,11 +617,8 @@ const Measured = (() => {
   /** Take over dropped or chosen files: the first of their sets is shown. */
   async function take(data, dropped) {
     const { sets, problem } = await read(data, dropped);
-    byId("measured-problem").hidden = true;
-    if (problem !== undefined) {
-      refuse(problem);
-      return;
-    }
+    if (problem !== null) refuse(problem);
+    if (sets.length === 0) return;
     const before = data.measured;
     data.measured = [...sets.map((set) => ({ ...set, isDropped: true })), ...before];
     if (!choose(data, sets[0].id)) {
@@ -636,6 +680,7 @@ const Measured = (() => {
     event.preventDefault();
     document.body.classList.remove("dragging");
     if (![...event.dataTransfer.types].includes("Files")) return;
+    clear();
     const files = await droppedFiles(event.dataTransfer).catch(() => null);
     if (files === null) refuse("The browser cannot read what was dropped: choose it with a button.");
     else await take(data, files);
@@ -649,6 +694,7 @@ const Measured = (() => {
       const input = byId(`measured-${kind}`);
       document.querySelector(`[data-pick="${kind}"]`).addEventListener("click", () => input.click());
       input.addEventListener("change", async () => {
+        clear();
         const files = [...input.files].map((file) => (
           { path: file.webkitRelativePath || file.name, file }));
         input.value = ""; // the same file may be chosen again
@@ -670,10 +716,9 @@ const Measured = (() => {
     byId("measured").insertAdjacentHTML("beforeend", PARTS);
     fillChoices(data);
     listen(data);
-    const hasOwn = (data.files ?? []).length > 0;
-    if (hasOwn && data.problem) refuse(data.problem);
+    if (data.problem !== null) refuse(data.problem);
     const isAsked = location.hash.length > 1;
-    if (hasOwn && !data.problem && !isAsked) choose(data, data.measured[0].id);
+    if (data.begin !== null && !isAsked) choose(data, data.begin);
     else follow(data);
   }
 

@@ -27,6 +27,7 @@ from lab.whatif.data import State
 _SHIPPED = REPOSITORY / "reports/samples/compare-digits-1gbit"
 _UNKNOWN_BITS = 10e9  # of a link whose rate is not stated, unless software passes more
 _AS_IN_MODELS = "_cifar10"  # common models that are models of this project
+_SHARED = "global batch kept"  # in the note of rows whose ranks share one batch
 _OF_A_RUN = ("summary.json", "ranks.json", "config.json")
 _OF_A_COMPARISON = ("format", "kind", "emulated", "settings", "groups", "cells")
 
@@ -69,26 +70,44 @@ def published_sets() -> list[MeasuredSet]:
     rows = read_published(published_path())
     sets = []
     numbers: Counter[str] = Counter()
-    for title, same in grouped((_title(row), row) for row in rows).items():
+    for same in grouped((_setting(row), row) for row in rows).values():
         group = same[0].group
         numbers[group] += 1
-        number = numbers[group]
-        name = group if number == 1 else f"{group}-{number}"
-        sets.append(_published_set(name, title, same))
+        name = group if numbers[group] == 1 else f"{group}-{numbers[group]}"
+        sets.append(_published_set(name, same))
     return sets
 
 
-def _title(row: PublishedStep) -> str:
+def _setting(row: PublishedStep) -> tuple[object, ...]:
     """Return what rows have in common which differ in strategy and number of nodes alone."""
-    rate = "" if row.rate_gbit is None else f" at {row.rate_gbit:g} Gbit/s"
     return (
-        f"{row.group}: {row.model}, {row.software}, {row.transport}{rate}, "
-        f"{row.grad_megabytes:g} MB, batch {row.one_rank_batch:g} in "
-        f"{duration_text(row.one_rank_step_s)}, {count(row.ranks_per_node, 'rank')} a node"
+        *(row.group, row.model, row.software, row.transport, row.rate_gbit, row.grad_megabytes),
+        *(row.ranks_per_node, row.one_rank_batch, row.one_rank_step_s, _scaling(row)),
     )
 
 
-def _published_set(name: str, title: str, rows: Sequence[PublishedStep]) -> MeasuredSet:
+def _scaling(row: PublishedStep) -> str:
+    """Return whether the ranks shared the batch of one rank alone, or had such a batch each."""
+    is_shared = row.batch_per_rank * row.ranks == row.one_rank_batch
+    return "strong" if is_shared and _SHARED in row.columns["note"] else "weak"
+
+
+def _title(rows: Sequence[PublishedStep]) -> str:
+    """Return what was measured, with what a reader knows first and the group's name last."""
+    row = rows[0]
+    nodes = ", ".join(str(number) for number in sorted({each.nodes for each in rows}))
+    ranks = "" if row.ranks_per_node == 1 else f" of {row.ranks_per_node} ranks"
+    rate = "" if row.rate_gbit is None else f" at {row.rate_gbit:g} Gbit/s"
+    samples = count(round(row.one_rank_batch), "sample")
+    owner = "in all" if _scaling(row) == "strong" else "a rank"
+    return (
+        f"{row.model}: {nodes} nodes{ranks}, {row.transport}{rate}, {row.software}, "
+        f"{row.grad_megabytes:g} MB, {samples} {owner}, "
+        f"{duration_text(row.one_rank_step_s)} alone ({row.group})"
+    )
+
+
+def _published_set(name: str, rows: Sequence[PublishedStep]) -> MeasuredSet:
     first = rows[0]
     scenario = first.cell(Beliefs.of(load_priors())).scenario
     points = []
@@ -106,17 +125,17 @@ def _published_set(name: str, title: str, rows: Sequence[PublishedStep]) -> Meas
         backend=first.backend,
         transport="rdma" if first.by_rdma else "tcp",
         rate_gbit=rate_bits / 1e9,
-        step_ms=round(1e3 * (scenario.step_seconds or 0), 6),
-        batch=round(scenario.step_samples or 0),
-        scaling=scenario.scaling,
-        batch_size=scenario.batch_size,
-        ranks_per_node=scenario.ranks_per_node,
+        step_ms=round(1e3 * first.one_rank_step_s, 6),
+        batch=round(first.one_rank_batch),
+        scaling=_scaling(first),
+        batch_size=round(first.one_rank_batch),
+        ranks_per_node=first.ranks_per_node,
         nodes=max(point.nodes for point in points),
         strategies=strategies,
         focus=strategies[-1],
     )
     about = " ".join(_sentences(first, scenario))
-    return MeasuredSet(name, title, about, first.backend, state, points)
+    return MeasuredSet(name, _title(rows), about, first.backend, state, points)
 
 
 def _model(row: PublishedStep, scenario: Scenario) -> tuple[str, str]:
