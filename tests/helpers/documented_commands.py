@@ -85,6 +85,9 @@ CHECKS = {
     "predict .*--fit": slow(prints=r"gather_scatter +4 +1\.4"),
     "predict --validate": quick(prints=r"all +62"),
     "lab predict": quick(prints="No network can bring"),
+    "lab whatif --open": Elsewhere("opens a browser; test_page.py in tests/lab/whatif does it"),
+    "lab whatif --runs": quick(prints="whatif.html"),
+    r"benchmarks/whatif\.py": Elsewhere("needs Chromium and a quiet machine"),
     # 1 if something else holds the port
     "lab doctor": quick(prints="scikit-learn(.|\n)*ready", statuses=(0, 1)),
     "lab explain": quick(prints=r"1\. (.|\n)*cause:"),

@@ -66,7 +66,7 @@ KILLED = -signal.SIGKILL
             2.0,
         ),
         # the limit ends all, and no rank has failed
-        ([SLEEP, ENDS], {"limit_seconds": 1.0}, RankExits((KILLED, 0), (), True), 1.0),
+        ([SLEEP, ENDS], {"limit_seconds": 2.0}, RankExits((KILLED, 0), (), True), 2.0),
         # a failure before the limit is no timeout, and the limit also ends the grace period
         (
             [SLEEP, FAILS],

@@ -262,7 +262,10 @@ def fill(folder, numbers, **environment):
 def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
     """The report also lists the missing runs, and shows what there is."""
     drawn = []
-    monkeypatch.setattr(reporting, "write_report", lambda folder, results: drawn.append(results))
+    def record(folder, results, **options):
+        drawn.append(results)
+
+    monkeypatch.setattr(reporting, "write_report", record)
     folder = plan(tmp_path, sync=("ring",))
     fill(folder, [0, 1, 3])
     fill(folder, [2], cpu="B", usable_cores=1)
