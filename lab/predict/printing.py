@@ -372,12 +372,13 @@ def print_rates(
 
 
 def _notes(steps: Sequence[PredictedStep]) -> list[str]:
-    """Return under which conditions steps hold, and how long they wait for SyncBatchNorm."""
+    """Return when steps hold, what they leave out, and how long SyncBatchNorm's messages take."""
     notes = []
     for step in steps:
         about = "none" if step.sync == "none" else _counted(step.nodes, "node")
         if step.note:
             notes.append(f"{about}: {step.note}")
+    notes += [f"{step.sync}: {step.caveat}" for step in steps if step.caveat]
     waits = {step.nodes: step.prediction.batchnorm_seconds for step in steps if step.sync != "none"}
     for nodes, seconds in waits.items():
         if seconds:

@@ -42,7 +42,7 @@ class PredictedStep:
     ``speedup`` is relative to one node; in weak scaling it compares samples per second.
     ``efficiency`` = speedup / nodes. ``gains`` : how many times as many samples per second a change
     brings: "network", "compute" or "nodes" doubled, and "no messages". ``note`` states the
-    condition under which the row holds.
+    condition under which the row holds, ``caveat`` what it leaves out (``MessagePlan.caveat``).
 
     ``low_seconds`` and ``high_seconds`` are the ends of the step's 80 % interval, ``speedup_range``
     and ``gain_ranges`` those of the speed-up and the gains. ``best_shares`` : in which share of the
@@ -62,6 +62,7 @@ class PredictedStep:
     gain_ranges: Mapping[str, tuple[float, float]]
     best_shares: Mapping[str, float]
     note: str = ""
+    caveat: str = ""
 
 
 def message_plans(
@@ -160,6 +161,7 @@ def _row(
         gain_ranges={change: ranges[change] for change in gains_drawn},
         best_shares=_best_shares(gains_drawn, PURCHASES[scenario.scaling]),
         note="; ".join(filter(None, notes)),
+        caveat=plan.caveat if ranks > 1 else "",
     )
 
 

@@ -842,6 +842,7 @@ const Engine = (() => {
       gain_ranges: gainRanges,
       best_shares: bestShares(gains, data.constants.purchases[state.scaling]),
       note: noteOf(setting, name, schedule.ranks),
+      caveat: schedule.ranks > 1 ? schedule.plan.caveat : "",
     };
   };
 

@@ -26,6 +26,7 @@ def plan_data(plan: MessagePlan) -> dict[str, Any]:
     return {
         "period": plan.period,
         "shards_update": plan.shards_update,
+        "caveat": plan.caveat,
         "options": {name: value for name, value in vars(plan).items() if _is_plain(value)},
         "groups": [asdict(group) for group in plan.messages],
     }

@@ -75,6 +75,9 @@ class MessagePlan:
     # When the messages leave, to continue "The messages of <strategy>".
     leave = "leave after backward"
 
+    # What a prediction of this plan leaves out, to continue "<strategy>: "; "" if nothing does.
+    caveat = ""
+
     def __post_init__(self) -> None:
         for option in self.options():
             value = getattr(self, option.name)

@@ -37,6 +37,7 @@ class TopKPlan(MessagePlan):
     """
 
     topk_ratio: Fraction = option(0.01, "share of the gradient's entries that a rank sends")
+    caveat = "the time to find the largest entries is not counted"
 
     messages = for_each(
         "buffer",
@@ -70,6 +71,7 @@ class DDPPowerSGDPlan(MessagePlan):
         2, "rank of the matrices that approximate a gradient"
     )
     find_unused_parameters: bool = False
+    caveat = "the time of its matrix products is not counted"
 
     messages = (
         for_each(

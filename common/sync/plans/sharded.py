@@ -104,6 +104,10 @@ class FSDPPlan(MessagePlan):
     accumulation_steps: int = 1
     shards_update = True
     leave = "leave between the layers of both passes"
+    caveat = (
+        "counts Gloo's messages, none beside computing; NCCL sends up to a quarter less, and fetches "
+        "layers ahead"
+    )
 
     messages = (
         # forward and backward of the earlier micro-batches, then forward and backward of the last
