@@ -527,6 +527,7 @@ const Measured = (() => {
 
   /** Show a set: the state becomes the set's, as far as it says one. */
   function choose(data, id) {
+    if (id === "" && Page.back({ measured: null })) return true;
     const set = setCalled(data, id);
     const before = Page.state();
     const state = { ...before, ...(set?.state ?? {}), measured: set?.id ?? null };

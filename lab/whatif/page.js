@@ -31,6 +31,7 @@ const Page = (() => {
   let frame = null; // of the next drawing
   let changedControl = null; // the control of the last entry of the history
   let pendingLink = null; // not in the history yet
+  let mine = null; // the reader's settings before a measured set or a question replaced them
   const timers = { link: null, speech: null };
 
   function later(name, pause, run) {
@@ -93,16 +94,21 @@ const Page = (() => {
   }
 
   function drawAnswer() {
-    const { limit, detail } = Words.limits(data, state, results.focus, results.terms);
-    const answer = Words.sentence(data, state, results.focus);
+    const { focus } = results;
+    const { limit, detail } = Words.limits(data, state, focus, results.terms);
+    const answer = Words.sentence(data, state, focus);
     const software = answer === "" ? "" : Words.softwareLimit(data, state);
-    const sentence = `${answer || shortAnswer(results.focus)} ${software}`.trim();
+    const nodes = Words.counted(focus.nodes, "node");
+    const short = `${state.focus} on ${nodes} takes ${Words.duration(focus.step_seconds)} a step.`;
+    const parts = [answer || short, software, Words.sentenceOf(focus.note)];
+    const sentence = parts.filter((part) => part !== "").join(" ");
     const settings = Words.about(data, state);
     byId("settings").textContent = tidy(settings);
     byId("limit").textContent = tidy(limit);
     byId("sentence").textContent = tidy(sentence);
     byId("detail").textContent = tidy(detail);
     byId("error").textContent = tidy(Words.error(data, state));
+    byId("short").textContent = tidy(`${state.focus}: ${stepText(focus)}`);
     later("speech", SPEECH_PAUSE, () => {
       byId("spoken").textContent = `${settings}. ${limit} ${sentence}`;
     });
@@ -110,11 +116,6 @@ const Page = (() => {
 
   /** Keep a number and its unit on one line. */
   const tidy = (text) => text.replace(/(\d) (%|s|ms|µs|[kMG]B|Gbit\/s|nodes?|times)(?!\w)/g, "$1\u00a0$2");
-
-  function shortAnswer(row) {
-    const seconds = Words.duration(row.step_seconds);
-    return `${state.focus} on ${Words.counted(row.nodes, "node")} takes ${seconds} a step.`;
-  }
 
   function drawPictures() {
     const measured = Measured.points(data, state);
@@ -166,10 +167,10 @@ const Page = (() => {
 
   const sent = (row) => [Words.bytes(row.bytes_sent_root), Words.bytes(row.bytes_sent_others)];
 
-  function rangeOf(point) {
-    const isKnown = point.low_seconds !== undefined && point.low_seconds !== null;
-    if (!isKnown || point.low_seconds === point.high_seconds) return "";
-    return ` (${Words.range(point.low_seconds, point.high_seconds, "–", point.step_seconds)})`;
+  /** Return a step of a row or a curve, with its range if it has one: "655 ms (592–832 ms)". */
+  function stepText({ step_seconds: seconds, low_seconds: low, high_seconds: high }) {
+    const text = Words.duration(seconds);
+    return low === high ? text : `${text} (${Words.range(low, high, "–", seconds)})`;
   }
 
   const TABLES = {
@@ -191,12 +192,8 @@ const Page = (() => {
       ];
       return [columns, rows];
     },
-    steps() {
-      return overNodes((point) => `${Words.duration(point.step_seconds)}${rangeOf(point)}`);
-    },
-    efficiency() {
-      return overNodes((point) => Words.efficiency(point.efficiency));
-    },
+    steps: () => overNodes(stepText),
+    efficiency: () => overNodes((point) => Words.efficiency(point.efficiency)),
     bytes() {
       const columns = [
         ["strategy", ""], ["rank 0 sends", "number"], ["each other rank", "number"],
@@ -204,7 +201,7 @@ const Page = (() => {
         ["slowed by", "number"], ["note", "text"],
       ];
       const rows = results.rows.map((row) => [
-        row.strategy, ...sent(row), `${Words.duration(row.step_seconds)}${rangeOf(row)}`,
+        row.strategy, ...sent(row), stepText(row),
         Words.times(row.speedup), Words.duration(row.sync_seconds),
         Words.duration(row.slowed_seconds), row.note,
       ]);
@@ -263,9 +260,14 @@ const Page = (() => {
       button.setAttribute("aria-pressed", String(button.dataset.preset === preset?.id));
     }
     byId("about-preset").textContent = preset?.about ?? "";
+    byId("help-batch_size").textContent = Words.batch(data, state);
+    byId("back").hidden = mine === null || State.same(mine, state);
+    byId("own-step").hidden = state.step_ms === null;
+    byId("calibrated-step").hidden = state.step_ms !== null;
     const isCalibrated = state.costs === "calibrated";
-    for (const name of ["model", "step_ms", "backend", "transport"]) {
-      byId(`c-${name}`).disabled = isCalibrated;
+    for (const why of document.querySelectorAll("[data-fixed]")) {
+      why.hidden = !isCalibrated;
+      byId(`c-${why.dataset.fixed}`).disabled = isCalibrated;
     }
     byId("c-batch").disabled = state.step_ms === null;
     byId("c-inside_gbit").disabled = state.ranks_per_node === 1;
@@ -350,8 +352,11 @@ const Page = (() => {
     const wanted = adapted({ ...State.copy(state), [name]: value }, name);
     const problem = State.problem(data, wanted);
     if (problem) {
+      const shown = state[problem.field];
+      const still = typeof shown === "number" ? `; the page still shows ${shown}.` : ".";
+      const text = problem.text.replace(/\.$/, still);
       clearProblems();
-      say(problem.text, problem.field, control.id === `c-${problem.field}`);
+      say(text, problem.field, control.id === `c-${problem.field}`);
       return;
     }
     state = wanted;
@@ -372,6 +377,15 @@ const Page = (() => {
     const checked = [...document.querySelectorAll(".checks input:checked")];
     change("strategies", checked.map((box) => box.value), control);
     if (state.strategies.includes(name) !== control.checked) control.checked = !control.checked;
+  }
+
+  /** Take a comma for a decimal point: browsers drop it, and 1,5 would become 15. */
+  function onTyping(event) {
+    const { target, data: typed } = event;
+    const field = State.FIELDS[target.id.slice(2)];
+    if (target.type !== "number" || field.whole || !typed?.includes(",")) return;
+    event.preventDefault();
+    document.execCommand("insertText", false, typed.replaceAll(",", "."));
   }
 
   /** After typing: show what holds where the typed value cannot be. */
@@ -414,6 +428,7 @@ const Page = (() => {
     }
     pendingLink = null;
     changedControl = null;
+    mine = null;
     state = found;
     writeControls();
     draw();
@@ -428,41 +443,34 @@ const Page = (() => {
   }
 
   async function copy(text, what) {
-    let isCopied = true;
     try {
       await navigator.clipboard.writeText(text);
+      byId("copied").textContent = `${what} copied.`;
     } catch {
-      isCopied = copyBySelection(text);
+      byId("copied").textContent = `This browser does not permit it: ${text}`;
     }
-    byId("copied").textContent = isCopied ? `${what} copied.` : `This browser does not permit it: ${text}`;
-  }
-
-  /** Copy where the browser permits no other way, as some do in a file. */
-  function copyBySelection(text) {
-    const area = document.createElement("textarea");
-    area.value = text;
-    area.className = "unseen";
-    document.body.append(area);
-    area.select();
-    const isCopied = document.execCommand("copy");
-    area.remove();
-    return isCopied;
   }
 
   function copyLink() {
     const base = location.href.split("#")[0];
-    copy(base + State.encode(data, state), "Link");
+    const isFile = location.protocol === "file:";
+    copy(base + State.encode(data, state), isFile ? "Link for whoever has this file" : "Link");
   }
 
   // -- beginning --------------------------------------------------------------------------------
 
-  /** Show a state; a sentence says why if it cannot be, and the state before stays. */
-  function show(wanted) {
+  /**
+   * Show a state; a sentence says why if it cannot be, and the state before stays.
+   *
+   * @param {?Object} kept the reader's settings, to which `back` returns; null: the shown state's
+   */
+  function show(wanted, kept = mine ?? state) {
     const problem = State.problem(data, wanted);
     if (problem) {
       say(problem.text, problem.field);
       return false;
     }
+    mine = kept;
     state = State.copy(wanted);
     writeControls();
     remember(null);
@@ -470,19 +478,16 @@ const Page = (() => {
     return true;
   }
 
-  function showAllTables() {
-    for (const details of document.querySelectorAll("details[data-table]")) {
-      if (details.open) continue;
-      details.open = true;
-      details.dataset.printed = "";
-      fillTable(details.dataset.table);
-    }
-  }
+  /** Return to the reader's own settings, with these changes; false if they are shown. */
+  const back = (changes = {}) => mine !== null && show({ ...mine, ...changes }, null);
 
-  function closePrinted() {
-    for (const details of document.querySelectorAll("details[data-printed]")) {
-      details.open = false;
-      delete details.dataset.printed;
+  let opened = []; // for a print
+
+  function showAllTables() {
+    opened = [...document.querySelectorAll("details[data-table]:not([open])")];
+    for (const details of opened) {
+      details.open = true;
+      fillTable(details.dataset.table);
     }
   }
 
@@ -490,10 +495,11 @@ const Page = (() => {
     const controls = byId("controls");
     controls.addEventListener("input", onControl);
     controls.addEventListener("focusout", onLeave);
+    controls.addEventListener("beforeinput", onTyping);
     controls.addEventListener("submit", (event) => event.preventDefault());
     for (const button of document.querySelectorAll("[data-preset]")) {
       const preset = data.presets.find((entry) => entry.id === button.dataset.preset);
-      button.addEventListener("click", () => show(preset.state));
+      button.addEventListener("click", () => show(preset.state, null));
     }
     for (const button of document.querySelectorAll("[data-save]")) {
       const id = button.dataset.save;
@@ -504,17 +510,16 @@ const Page = (() => {
       details.addEventListener("toggle", () => details.open && fillTable(details.dataset.table));
     }
     for (const link of document.querySelectorAll("[data-jump]")) link.addEventListener("click", jump);
+    byId("back").addEventListener("click", () => back());
     byId("copy-link").addEventListener("click", copyLink);
     byId("copy-command").addEventListener("click", () => copy(State.command(data, state), "Command"));
     window.addEventListener("popstate", readLink);
     window.addEventListener("beforeprint", showAllTables);
-    window.addEventListener("afterprint", closePrinted);
+    window.addEventListener("afterprint", () => opened.forEach((table) => { table.open = false; }));
+    const openIfWide = ({ matches }) => byId("more").toggleAttribute("open", matches);
     const wide = matchMedia(WIDE);
-    const openIfWide = () => {
-      byId("more").open = wide.matches;
-    };
     wide.addEventListener("change", openIfWide);
-    openIfWide();
+    openIfWide(wide);
   }
 
   function start() {
@@ -533,10 +538,12 @@ const Page = (() => {
     if (!readLink()) draw();
     Measured.start(data);
     Questions.start(data);
+    mine = null; // what the page begins with is nobody's
+    writeControls();
   }
 
   document.addEventListener("DOMContentLoaded", start);
 
-  return { show, draw, say, state: () => State.copy(state), data: () => data };
+  return { show, back, draw, say, state: () => State.copy(state), data: () => data };
 })();
 if (typeof module !== "undefined") module.exports = Page;

@@ -308,9 +308,10 @@ const Questions = (() => {
     byId("questions").scrollIntoView();
   }
 
-  /** Leave the questions: the page is as before, in the state that it shows. */
+  /** Leave the questions: the page is as before them. */
   function leave() {
     hideAnswer(false);
+    Page.back();
     play.place.before(byId("questions"));
     showIntro();
     byId("questions").focus({ preventScroll: true });

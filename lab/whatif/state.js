@@ -169,7 +169,7 @@ const State = (() => {
   }
 
   function valueOf(field, text) {
-    if (field.list) return text.split(",").filter((name) => name !== "");
+    if (field.list) return [...new Set(text.split(","))].filter((name) => name !== "");
     if (field.optional && text === "") return null;
     if (!isNumber(field)) return text;
     return /^\d+(\.\d+)?(e[+-]?\d+)?$/.test(text) ? Number(text) : text;

@@ -132,7 +132,8 @@ const Words = (() => {
     return `would bring ${times(gain)} times`;
   }
 
-  const sentenceOf = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
+  /** Return a text as a sentence; "" stays. */
+  const sentenceOf = (text) => text && `${text[0].toUpperCase()}${text.slice(1)}.`;
 
   /** Return what each purchase would bring, the best one first. */
   function purchasesText(data, state, row) {
@@ -229,8 +230,7 @@ const Words = (() => {
       return term in LIMITS && term !== links ? term : bytesLimit(data, state, row, links);
     }
     const [first, rival] = bestPurchases(data, state, row);
-    const isOpen = rival !== undefined && row.nodes > 1;
-    if (isOpen && [first, rival].includes("network")) return "open";
+    if (rival && row.nodes > 1 && [first, rival].includes("network")) return "open";
     if (first === "network") return links;
     return messagesShare(row) > 0.5 ? "both" : "computing";
   }
@@ -285,25 +285,20 @@ const Words = (() => {
     );
   }
 
-  /** Return what of the state lies outside the published steps of its backend, as a sentence. */
+  /** Return what the published steps of the backend are of, if the state is not; else "". */
   function unchecked(data, state) {
-    const steps = data.measured
-      .filter((set) => set.isPublished && set.family === state.backend)
-      .flatMap((set) => set.points.map((point) => (
-        { ...point, ranks: point.nodes * set.state.ranks_per_node })));
+    const sets = data.measured.filter((set) => set.isPublished && set.family === state.backend);
+    const steps = sets.flatMap((set) => set.points);
     const nodes = steps.map((step) => step.nodes);
-    const [fewest, most] = [Math.min(...nodes), Math.max(...nodes)];
-    const mostRanks = Math.max(...steps.map((step) => step.ranks));
+    const ranks = sets.flatMap((set) => set.points.map((point) => point.nodes * set.state.ranks_per_node));
+    const [fewest, most, mostRanks] = [Math.min(...nodes), Math.max(...nodes), Math.max(...ranks)];
     const strategies = [...new Set(steps.map((step) => step.strategy))];
-    const ranks = state.nodes * state.ranks_per_node;
-    const outside = [];
-    if (state.nodes < fewest || state.nodes > most) outside.push(counted(state.nodes, "node"));
-    if (ranks > mostRanks) outside.push(counted(ranks, "rank"));
-    if (!strategies.includes(state.focus)) outside.push(state.focus);
-    if (outside.length === 0) return "";
+    const isFar = state.nodes < fewest || state.nodes > most;
+    const isLarge = state.nodes * state.ranks_per_node > mostRanks;
+    if (!isFar && !isLarge && strategies.includes(state.focus)) return "";
     return (
-      ` None of these steps is of ${outside.join(", or of ")}: they are of ${fewest} to ` +
-      `${grouped(most)} nodes, at most ${grouped(mostRanks)} ranks, and ${strategies.join(", ")}.`
+      ` None of these steps is like yours: they are of ${fewest} to ${grouped(most)} nodes, at ` +
+      `most ${grouped(mostRanks)} ranks, and ${strategies.join(", ")}.`
     );
   }
 
@@ -333,7 +328,7 @@ const Words = (() => {
 
   return {
     duration, bytes, range, times, percent, efficiency, counted, grouped, three,
-    sentence, softwareLimit, limits, error, batch, about, bestPurchases,
+    sentence, sentenceOf, softwareLimit, limits, error, batch, about, bestPurchases,
   };
 })();
 if (typeof module !== "undefined") module.exports = Words;
