@@ -24,6 +24,7 @@ const Measured = (() => {
   const MOST_FILES = 5000;
   const MOST_PROBLEMS = 3; // that are said at once
   const MOST_STEPS = 2000; // of a file
+  const MOST_ROWS = 100; // of the table: each takes milliseconds
   const SECONDS = { least: 1e-5, most: 1000 }; // of a step, as in the page's field
   const GBIT = { least: 1e-6, most: 1e6 };
   const SAMPLES = { least: 1, most: 1e9, whole: true };
@@ -344,11 +345,13 @@ const Measured = (() => {
     if (own?.ranks > 1) {
       sentences.push("One rank alone was not measured: its step is taken to be a step of these less its exposed communication.");
     }
-    const ranks = ranksPerNode === 1 ? "" : `, ${ranksPerNode} ranks a node`;
+    const nodes = [...new Set(steps.map((step) => step.nodes))].sort((a, b) => a - b).join(", ");
+    const ranks = ranksPerNode === 1 ? "" : ` of ${ranksPerNode} ranks`;
     const links = rateGbit === null ? "" : `, ${rateGbit} Gbit/s`;
+    const samples = `${Words.counted(batchSize, "sample")} ${scaling === "weak" ? "a rank" : "in all"}`;
     return {
-      id: "",
-      title: `${name}: batch ${batchSize}${scaling === "weak" ? " a rank" : ""}${ranks}${links}`,
+      id: name.replace(/[^\w.-]+/g, "-"),
+      title: `${model ?? "Steps"}: ${nodes} nodes${ranks}${links}, ${samples} (${name})`,
       about: sentences.filter((sentence) => sentence !== "").join(" "),
       family: backend ?? "",
       state,
@@ -356,13 +359,12 @@ const Measured = (() => {
     };
   }
 
-  /** Return the sets with ids that no other set has: the measurement's name, then with a number. */
+  /** Return the sets with ids that no other set has: where one has it, a number follows. */
   function withIds(sets, taken) {
     const ids = new Set(taken);
     return sets.map((set) => {
-      const name = set.title.split(":")[0].replace(/[^\w.-]+/g, "-");
-      let id = name;
-      for (let again = 2; ids.has(id); again += 1) id = `${name}-${again}`;
+      let { id } = set;
+      for (let again = 2; ids.has(id); again += 1) id = `${set.id}-${again}`;
       ids.add(id);
       return { ...set, id };
     });
@@ -471,23 +473,78 @@ const Measured = (() => {
       .map((point) => ({ ...point, note: "", efficiency: efficiency(state, point) }));
   }
 
-  /** Return measured and predicted step of each point, in seconds, and the error as a fraction. */
+  /** Return the bytes of a state's gradients. */
+  function gradientBytes(data, { model, parameters, gradient_type: type }) {
+    const found = data.models.find((entry) => entry.name === model);
+    const entries = found?.gradients.map(([count, shape]) => count * shape.reduce((a, b) => a * b, 1));
+    const sum = entries?.reduce((a, b) => a + b, 0) ?? parameters;
+    return sum * data.constants.gradient_bytes[type];
+  }
+
+  /**
+   * Return how far a set's settings are from a state's: first other backends and transports count,
+   * then how often the bytes, then the rate, then the ranks on a node would have to double.
+   */
+  function distance(data, set, state) {
+    const its = { ...state, ...set.state };
+    const isOther = its.backend !== state.backend || its.transport !== state.transport;
+    const doublings = [
+      gradientBytes(data, its) / gradientBytes(data, state),
+      its.rate_gbit / state.rate_gbit,
+      its.ranks_per_node / state.ranks_per_node,
+    ].map((ratio) => Math.min(9, Math.round(Math.abs(Math.log2(ratio)))));
+    return [Number(isOther), ...doublings].reduce((sum, digit) => 10 * sum + digit, 0);
+  }
+
+  /** Return the set that was measured with settings nearest to a state's; null if there is none. */
+  function nearest(data, state) {
+    const distances = data.measured.map((set) => distance(data, set, state));
+    return data.measured[distances.indexOf(Math.min(...distances))] ?? null;
+  }
+
+  /** Return a set and one of its points, that of the state's strategy if it has one. */
+  function nearestText(set, state) {
+    const point = set.points.find(({ strategy }) => strategy === state.focus) ?? set.points[0];
+    const seconds = Words.duration(point.seconds);
+    return `Nearest measured: ${set.title}: ${point.strategy} took ${seconds} on ${Words.counted(point.nodes, "node")}.`;
+  }
+
+  /**
+   * Return measured and predicted step of the first points, in seconds, the error as a fraction,
+   * and on which side of the band a point lies, with the digits that are shown.
+   */
   function compared(data, set, state) {
-    return set.points.map((point) => {
+    const shown = (seconds) => Number(seconds.toPrecision(3));
+    return set.points.slice(0, MOST_ROWS).map((point) => {
       const [step] = Engine.curve(data, state, point.strategy, [point.nodes], { band: true });
       const error = step.step_seconds / point.seconds - 1;
-      const isInside = step.low_seconds <= point.seconds && point.seconds <= step.high_seconds;
-      return { ...point, ...step, error, isInside };
+      let side = "inside";
+      if (shown(point.seconds) < shown(step.low_seconds)) side = "below";
+      if (shown(point.seconds) > shown(step.high_seconds)) side = "above";
+      return { ...point, ...step, error, side };
     });
+  }
+
+  /** Return what follows where most points lie on one side of the band; "" if they do not. */
+  function sidesText(rows) {
+    const most = ["below", "above"].find(
+      (side) => rows.filter((row) => row.side === side).length > rows.length / 2);
+    if (most === undefined) return "";
+    const count = rows.filter((row) => row.side === most).length;
+    const which = count === rows.length ? `All these ${Words.counted(count, "step")}` : `${count} of these ${rows.length} steps`;
+    const [shorter, faster] = most === "below" ? ["shorter", "faster"] : ["longer", "slower"];
+    return `${which} were ${shorter} than the band: something here is ${faster} than on typical clusters. lab predict --fit takes what was measured.`;
   }
 
   // -- the section of the page ------------------------------------------------------------------
 
   const PARTS = `
     <div class="field"><label for="measured-set">Show</label><select id="measured-set"></select></div>
+    <p id="measured-nearest"><span></span> <button type="button" class="quiet">Show it</button></p>
     <p id="measured-about" class="muted"></p>
     <p id="measured-off" class="note" hidden><span></span> <button type="button">Back to its settings</button></p>
     <div class="scroll" id="measured-scroll" tabindex="0" role="region" aria-label="Table: measured and predicted steps" hidden><table id="table-measured"></table></div>
+    <p id="measured-sides"></p>
     <p id="measured-error" class="muted"></p>
     <details id="measured-notes" class="numbers" hidden><summary>As published</summary><ul></ul></details>
     <div id="measured-drop" class="drop"><p>Your own: drop <code>results.json</code>, a table (<code>.csv</code>) or folders of runs anywhere onto this page. They stay in this page: nothing is uploaded or stored.</p>
@@ -509,19 +566,22 @@ const Measured = (() => {
     return made("option", set.title, { value: set.id });
   }
 
-  function fillChoices(data) {
-    const select = byId("measured-set");
-    const published = data.measured.filter((set) => set.isPublished);
-    const own = data.measured.filter((set) => !set.isPublished);
-    const groups = [["Yours, and this project's", own]];
+  /** Offer all sets, the nearest one first. */
+  function fillChoices(data, first) {
+    const others = data.measured.filter((set) => set !== first);
+    const groups = [
+      ["Nearest to your settings", first ? [first] : []],
+      ["Yours, and this project's", others.filter((set) => !set.isPublished)],
+    ];
     for (const { backend, label } of data.families) {
-      groups.push([`Published, ${label}`, published.filter((set) => set.family === backend)]);
+      const ofFamily = others.filter((set) => set.isPublished && set.family === backend);
+      groups.push([`Published, ${label}`, ofFamily]);
     }
-    select.replaceChildren(made("option", "nothing measured", { value: "" }));
+    byId("measured-set").replaceChildren(made("option", "nothing measured", { value: "" }));
     for (const [label, sets] of groups) {
       const group = Object.assign(document.createElement("optgroup"), { label });
       group.append(...sets.map(option));
-      if (sets.length) select.append(group);
+      if (sets.length) byId("measured-set").append(group);
     }
   }
 
@@ -537,28 +597,25 @@ const Measured = (() => {
   }
 
   function fillTable(data, set, state) {
-    const headings = ["strategy", "nodes", "measured", "predicted (80 %)", "error"];
-    const kinds = ["", "number", "number", "number", "number"];
-    const head = document.createElement("tr");
-    head.append(...headings.map((text, at) => made("th", text, { scope: "col", className: kinds[at] })));
-    const rows = compared(data, set, state).map((point) => {
+    const columns = [
+      ["strategy", ""], ["nodes", "number"], ["measured", "number"], ["predicted (80 %)", "number"],
+      ["error", "number"],
+    ];
+    const compares = compared(data, set, state);
+    const rows = compares.map((point) => {
       const range = Words.range(point.low_seconds, point.high_seconds, "–");
       const sign = point.error < 0 ? "−" : "+";
-      const texts = [
+      const side = point.side === "inside" ? "" : `, ${point.side} the band`;
+      return [
         point.strategy, Words.grouped(point.nodes), Words.duration(point.seconds),
         `${Words.duration(point.step_seconds)} (${range})`,
-        `${sign}${Words.percent(Math.abs(point.error), 0)}${point.isInside ? "" : ", outside"}`,
+        `${sign}${Words.percent(Math.abs(point.error), 0)}${side}`,
       ];
-      const row = document.createElement("tr");
-      row.append(...texts.map((text, at) => (
-        made(at ? "td" : "th", text, { className: kinds[at], scope: at ? "" : "row" }))));
-      return row;
     });
-    const thead = document.createElement("thead");
-    const body = document.createElement("tbody");
-    thead.append(head);
-    body.append(...rows);
-    byId("table-measured").replaceChildren(thead, body);
+    Page.fill(byId("table-measured"), columns, rows);
+    const { length } = set.points;
+    const cut = length > MOST_ROWS ? `The first ${MOST_ROWS} of ${Words.grouped(length)} steps. ` : "";
+    byId("measured-sides").textContent = cut + sidesText(compares);
   }
 
   /** List what was published about each step. */
@@ -570,18 +627,28 @@ const Measured = (() => {
     byId("measured-notes").querySelector("ul").replaceChildren(...items);
   }
 
-  const shown = { key: null, id: null };
+  const shown = { key: null, id: null, nearest: undefined };
+
+  /** Name the nearest set, and offer it first. */
+  function followNearest(data, state) {
+    const first = nearest(data, state);
+    if (first !== shown.nearest) fillChoices(data, first);
+    shown.nearest = first;
+    byId("measured-nearest").hidden = first === null || first.id === state.measured;
+    byId("measured-nearest").firstChild.textContent = first === null ? "" : nearestText(first, state);
+  }
 
   /** Follow the page's state: the table of the chosen set, or why its points are not drawn. */
   function follow(data) {
     const state = Page.state();
     const set = setCalled(data, state.measured);
+    followNearest(data, state);
     byId("measured-set").value = set?.id ?? "";
     const differing = set === null ? [] : differences(set, state);
     const hasTable = set !== null && differing.length === 0;
     byId("measured-about").textContent = set?.about ?? "";
     byId("measured-off").hidden = differing.length === 0;
-    byId("measured-scroll").hidden = !hasTable;
+    for (const id of ["measured-scroll", "measured-sides"]) byId(id).hidden = !hasTable;
     byId("measured-error").textContent = set === null ? "" : stated(data, set, state);
     if (differing.length) {
       const names = differing.map((name) => State.FIELDS[name].label.toLowerCase()).join(", ");
@@ -626,7 +693,7 @@ const Measured = (() => {
       data.measured = before;
       return;
     }
-    fillChoices(data);
+    shown.nearest = undefined; // the list has others now
     follow(data);
     byId("measured-said").textContent = `${Words.counted(sets.length, "set")} of measured steps added.`;
   }
@@ -691,6 +758,8 @@ const Measured = (() => {
     byId("measured-set").addEventListener("change", (event) => choose(data, event.target.value));
     byId("measured-off").querySelector("button")
       .addEventListener("click", () => choose(data, Page.state().measured));
+    byId("measured-nearest").querySelector("button")
+      .addEventListener("click", () => choose(data, shown.nearest.id));
     for (const kind of ["files", "folder"]) {
       const input = byId(`measured-${kind}`);
       document.querySelector(`[data-pick="${kind}"]`).addEventListener("click", () => input.click());
@@ -715,7 +784,6 @@ const Measured = (() => {
   /** Fill the section; the first of the reader's own sets that came with the page is shown. */
   function start(data) {
     byId("measured").insertAdjacentHTML("beforeend", PARTS);
-    fillChoices(data);
     listen(data);
     if (data.problem !== null) refuse(data.problem);
     const isAsked = location.hash.length > 1;
@@ -723,6 +791,9 @@ const Measured = (() => {
     else follow(data);
   }
 
-  return { FORMAT, prepare, start, read, readTexts, setCalled, points, compared, differences, choose };
+  return {
+    FORMAT, prepare, start, read, readTexts, setCalled, points, compared, sidesText, nearest,
+    nearestText, differences, choose,
+  };
 })();
 if (typeof module !== "undefined") module.exports = Measured;

@@ -544,6 +544,6 @@ const Page = (() => {
 
   document.addEventListener("DOMContentLoaded", start);
 
-  return { show, back, draw, say, state: () => State.copy(state), data: () => data };
+  return { show, back, draw, say, fill, state: () => State.copy(state), data: () => data };
 })();
 if (typeof module !== "undefined") module.exports = Page;

@@ -17,8 +17,12 @@
  */
 const Questions = (() => {
   const UNITS = { times: 1, s: 1, ms: 1e-3, MB: 1e6, "%": 0.01, nodes: 1, "of 100": 0.01 };
-  const NEAR = 1.5; // a guess within 1.5 times counts
-  const EXACT = 1.03; // off by less is right
+  const POINTS = ["%", "of 100"]; // of these a guess is off by points
+  const NEAR_POINTS = 10;
+  const NEAR = 1.5; // times
+  const RULE =
+    `A guess is right inside the model's 80 % band, or if it is off by less than ${NEAR} times; of ` +
+    `"times as fast" the gain counts, which is what is above 1. A share may be off by ${NEAR_POINTS} points.`;
   const HALF = 0.5; // the efficiency of the quantity "half"
   const MOST_NODES = 4096;
   const CHUNK = 32; // numbers of nodes that are tried at once
@@ -168,16 +172,22 @@ const Questions = (() => {
     return { guess };
   }
 
-  /** Return how many times too high or too low a guess is: at least 1. */
-  const off = (guess, value) => Math.max(guess / value, value / guess);
+  /** Return whether a guess is right; RULE says when. */
+  function isRight({ unit }, guess, { value, range }) {
+    if (guess === value) return true;
+    if (range !== null && range[0] <= guess && guess <= range[1]) return true;
+    if (POINTS.includes(unit)) return Math.abs(guess - value) <= NEAR_POINTS;
+    const base = unit === "times" ? 1 : 0;
+    const ratio = (guess - base) / (value - base);
+    return ratio >= 1 / NEAR && ratio <= NEAR;
+  }
 
-  function offText(guess, value) {
-    const times = off(guess, value);
-    const side = guess < value ? "low" : "high";
-    if (Number.isNaN(times) || times < EXACT) return "you were right";
-    if (!Number.isFinite(times)) return `you were too ${side}`;
-    if (times < 1.1) return `you were ${Words.three(100 * (times - 1))} % too ${side}`;
-    return `you were ${Words.three(times)} times too ${side}`;
+  /** Return by how much a guess is off. */
+  function offText(unit, guess, value) {
+    const isShare = POINTS.includes(unit);
+    const off = Math.round(isShare ? Math.abs(guess - value) : 100 * Math.abs(guess / value - 1));
+    if (off === 0) return "just so";
+    return `${Words.grouped(off)} ${isShare ? "points" : "%"} too ${guess < value ? "low" : "high"}`;
   }
 
   /** Return guess, answer and measurement in one sentence. */
@@ -186,26 +196,32 @@ const Questions = (() => {
     const range = found.range ? ` (80 %: ${found.range.map(Words.three).join(" to ")})` : "";
     const measured = found.measured === null ? "" : `, measured ${withUnit(found.measured, unit)}`;
     const said = `You guessed ${withUnit(guess, unit)}, the model says ${withUnit(found.value, unit)}`;
-    return `${said}${range}${measured}: ${offText(guess, found.value)}.`;
+    const right = isRight(question, guess, found) ? "right, " : "";
+    return `${said}${range}${measured}: ${right}${offText(unit, guess, found.value)}.`;
   }
 
-  /** Return "2 of 3 guesses within 1.5 times". */
+  /** Return where the points beside an answer were measured; "" if there are none. */
+  function source(data, question) {
+    const set = Measured.setCalled(data, stateOf(data, question).measured);
+    return set === null ? "" : `Measured points: ${set.title}. ${set.about}`;
+  }
+
+  /** Return "Right: 2 of 3". */
   function score(guesses) {
-    const near = guesses.filter(({ guess, value }) => off(guess, value) <= NEAR).length;
-    const noun = guesses.length === 1 ? "guess" : "guesses";
-    return `${near} of ${guesses.length} ${noun} within ${NEAR} times`;
+    const right = guesses.filter((guess) => guess.isRight).length;
+    return `Right: ${right} of ${guesses.length}`;
   }
 
   /**
    * Return the guesses as one line: the date, the score, then question, guess and answer of each.
    *
-   * @param {{id: string, guess: number, value: number}[]} guesses
+   * @param {{id: string, guess: number, value: number, isRight: boolean}[]} guesses
    * @param {string} date "2026-11-27"
    */
   function line(guesses, date) {
-    const near = guesses.filter(({ guess, value }) => off(guess, value) <= NEAR).length;
+    const right = guesses.filter((guess) => guess.isRight).length;
     const fields = guesses.flatMap(({ id, guess, value }) => [id, guess, Number(value.toPrecision(4))]);
-    return ["lab whatif", date, `${near}/${guesses.length}`, ...fields].join(",");
+    return ["lab whatif", date, `${right}/${guesses.length}`, ...fields].join(",");
   }
 
   // -- the section of the page ------------------------------------------------------------------
@@ -221,6 +237,7 @@ const Questions = (() => {
     <div id="question-result" tabindex="-1" hidden>
       <p id="question-verdict" class="verdict"></p>
       <p id="question-why"></p>
+      <p id="question-source" class="muted"></p>
       <p id="question-lesson" class="muted"></p>
     </div>
     <p class="buttons" id="question-buttons" hidden><button type="button" id="question-next">Next question</button> <button type="button" id="question-leave">Leave the questions</button></p>
@@ -248,7 +265,7 @@ const Questions = (() => {
     byId("question-buttons").hidden = true;
     byId("question-about").textContent = isDone
       ? "You have answered all questions."
-      : `${data.questions.length} questions in the order of the lessons. Commit to a number first; then you see the pictures, and how far off you were. Your guesses stay in this page.`;
+      : `${data.questions.length} questions in the order of the lessons. Commit to a number first; then you see the pictures, and how far off you were. ${RULE} Your guesses stay in this page.`;
     byId("question-start").hidden = isDone;
     byId("question-start").textContent = `Start with question ${play.at + 1}`;
   }
@@ -291,10 +308,11 @@ const Questions = (() => {
     }
     const { data, guesses } = play;
     const found = answer(data, question);
-    guesses.push({ id: question.id, guess, value: found.value });
+    guesses.push({ id: question.id, guess, value: found.value, isRight: isRight(question, guess, found) });
     const number = question.lesson.match(/\d+/)[0];
     byId("question-verdict").textContent = verdict(question, guess, found);
     byId("question-why").textContent = why(data, question, found);
+    byId("question-source").textContent = source(data, question);
     byId("question-lesson").textContent = `${question.lesson} (lab learn ${number}).`;
     byId("question-form").hidden = true;
     byId("question-result").hidden = false;
@@ -341,6 +359,9 @@ const Questions = (() => {
     showIntro();
   }
 
-  return { start, stateOf, quantity, answer, text, why, check, verdict, score, line };
+  return {
+    start, stateOf, quantity, answer, text, why, check, isRight, verdict, source, score,
+    line,
+  };
 })();
 if (typeof module !== "undefined") module.exports = Questions;

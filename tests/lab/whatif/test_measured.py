@@ -522,3 +522,60 @@ def test_each_setting_that_changes_a_prediction_takes_the_points_away(data):
     assert {name for name in changing if not found[name][1]} == set()
     assert found["inside_gbit"] == found["rate_gbit"] == [False, True], "software is the limit here"
     assert found["parameters"] == [False, False]
+
+
+@needs_node
+def test_the_nearest_set_has_the_same_backend_then_model_rate_and_ranks(data):
+    """Each setting counts more than all those after it."""
+    expression = """(() => {
+      const { data } = given;
+      const gpus = { ...State.defaults(data), costs: "typical", backend: "nccl", transport: "tcp",
+        model: "resnet50_imagenet", gradient_type: "fp16", step_ms: 300, rate_gbit: 25,
+        ranks_per_node: 8 };
+      const changes = [{}, { ranks_per_node: 1, rate_gbit: 10 }, { transport: "rdma" },
+        { model: "bert_base", gradient_type: "fp32", ranks_per_node: 1, rate_gbit: 10 },
+        { backend: "gloo", rate_gbit: 1 }, { model: "own", parameters: 3.4e8, rate_gbit: 40, ranks_per_node: 4 },
+        { rate_gbit: 1000 }];
+      return changes.map((change) => {
+        const state = { ...gpus, ...change };
+        const set = Measured.nearest(data, state);
+        return [set.id, Measured.nearestText(set, { ...state, focus: "ddp" })];
+      });
+    })()"""
+    found = run_scripts(expression, {"data": data})
+    names = [name for name, _ in found]
+    assert names == [
+        *["aws-p3-a", "orion-4x3090-2", "horovod-16gpu-25G-4", "cos568-A-gpu", "cs744-A"],
+        *["1bitadam-eth", "aws-p3-a"],
+    ]
+    _, text = found[0]
+    assert text.startswith("Nearest measured: ResNet-50: 2, 4, 8 nodes of 8 ranks")
+    assert "415 ms on 2 nodes" in text
+
+
+@needs_node
+def test_most_points_on_one_side_are_one_sentence():
+    cases = [["below"] * 3, ["above", "above", "inside"], ["below", "inside"], ["inside"], []]
+    expression = "given.map((sides) => Measured.sidesText(sides.map((side) => ({ side }))))"
+    below, above, *others = run_scripts(expression, cases)
+    assert "All these 3 steps" in below
+    assert "shorter" in below
+    assert "2 of these 3 steps" in above
+    assert "longer" in above
+    assert others == ["", "", ""]
+
+
+@needs_node
+def test_the_side_of_the_band_agrees_with_the_digits(data):
+    """A point on the same side for the reader as for the page, at three digits."""
+    expression = """(() => {
+      const { data } = given;
+      const set = data.measured.find((entry) => entry.id === "aws-p3-a");
+      const state = { ...State.defaults(data), ...set.state };
+      const [{ low_seconds: low, high_seconds: high }] = Measured.compared(data, set, state);
+      const seconds = [0.5 * low, 0.99999 * low, low, high, 1.00001 * high, 2 * high];
+      const points = seconds.map((each) => ({ ...set.points[0], seconds: each }));
+      return Measured.compared(data, { ...set, points }, state).map((point) => point.side);
+    })()"""
+    sides = run_scripts(expression, {"data": data})
+    assert sides == ["below", "inside", "inside", "inside", "inside", "above"]
