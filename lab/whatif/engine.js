@@ -126,20 +126,24 @@ const Engine = (() => {
     };
   };
 
-  const chain = (alphas, passing) => ({ alphas, passing });
-
-  const longer = (first, second) =>
-    second.alphas + second.passing > first.alphas + first.passing ? second : first;
-
   /** Return the seconds of a stage's latencies, and those in which its bytes pass. */
   const stageSeconds = (found, between, inside) => {
     const onLink = found.linkBytes * between.beta;
-    const alphas = found.between * between.alpha;
-    if (!found.onRank) return chain(alphas, onLink);
-    const inARow = found.between * between.beta + found.inside * inside.beta;
-    let longest = chain(alphas + found.inside * inside.alpha, inARow * found.bytes);
-    if (found.between) longest = longer(longest, chain(between.alpha, onLink));
-    return longer(longest, chain(inside.alpha, found.onRank * found.bytes * inside.beta));
+    let alphas = found.between * between.alpha;
+    if (!found.onRank) return { alphas, passing: onLink };
+    // The longest of its messages in a row, of a busy link, and of a busy rank.
+    alphas += found.inside * inside.alpha;
+    let passing = (found.between * between.beta + found.inside * inside.beta) * found.bytes;
+    if (found.between && between.alpha + onLink > alphas + passing) {
+      alphas = between.alpha;
+      passing = onLink;
+    }
+    const atRank = found.onRank * found.bytes * inside.beta;
+    if (inside.alpha + atRank > alphas + passing) {
+      alphas = inside.alpha;
+      passing = atRank;
+    }
+    return { alphas, passing };
   };
 
   const rateOf = (network, kind) => network.kinds[kind] || network.rate;
@@ -170,11 +174,11 @@ const Engine = (() => {
   };
 
   /** Return the share of a message's time by which it delays a concurrent backward. */
-  const delayShare = (data, line, seconds, network) => {
+  const delayShare = (data, line, network) => {
     if (!network.software) return network.overlap;
     // What a link takes longer than the software does, a message waits without working.
     const busy = lineSeconds(line.inSoftware, network.software);
-    return (network.overlap * busy) / Math.max(seconds, data.constants.near_zero);
+    return (network.overlap * busy) / Math.max(line.seconds, data.constants.near_zero);
   };
 
   // Costs of a network ------------------------------------------------------------------------------
@@ -420,50 +424,58 @@ const Engine = (() => {
   // A setting: all of a state but the number of nodes and what is drawn -----------------------------
 
   const SHOWN_ONLY = ["nodes", "strategies", "focus", "measured"];
-  const KEPT_SETTINGS = 4;
-  const settings = new Map(); // those of the last states, since a slider of nodes changes none
+  const OF_LINKS = ["backend", "transport", "rate_gbit", "inside_gbit", "latency_us"];
+  const KEPT = 4; // a slider of nodes changes no setting, and one of the rate no training
 
-  const settingOf = (data, state) => {
-    const names = Object.keys(state).filter((name) => !SHOWN_ONLY.includes(name));
-    const key = JSON.stringify(names.sort().map((name) => state[name]));
-    const known = settings.get(key);
-    if (known && known.data === data) return known;
-    if (settings.size >= KEPT_SETTINGS) settings.delete(settings.keys().next().value);
-    const made = newSetting(data, state);
-    settings.set(key, made);
-    return made;
-  };
-
-  const newSetting = (data, state) => {
-    const model = modelOf(data, state);
-    const gradients = gradientsOf(model, data.constants.gradient_bytes[state.gradient_type]);
-    const ownNodes = state.step_ms !== null;
-    const costsAt = state.costs === "calibrated" ? calibratedCosts : typicalCosts;
-    const known = priorsOf(data, state);
-    let draws = null;
-    const drawn = () => {
-      draws = draws || data.draws.values.map((_, draw) => costsAt(data, state, known, draw));
-      return draws;
-    };
-    return {
-      data,
-      state: { ...state },
-      gradients,
-      readiness: readinessOf(model, gradients),
-      ownNodes,
-      profiles: ownNodes ? ownProfiles(data, state) : data.calibration.profiles,
-      leastSamples: Math.min(model.least_samples, ownNodes ? state.batch : model.least_samples),
-      costs: costsAt(data, state, known, null),
-      drawn,
-      schedules: new Map(),
-      steps: new Map(),
-    };
-  };
+  const settings = new Map();
+  const trainings = new Map();
 
   /** Return the value of a key, made once. */
   const remembered = (values, key, make) => {
     if (!values.has(key)) values.set(key, make());
     return values.get(key);
+  };
+
+  /** Return what was made of a state, without these of its names, while it is among the last. */
+  const kept = (values, data, state, without, make) => {
+    const names = Object.keys(state).filter((name) => !without.includes(name));
+    const key = JSON.stringify(names.sort().map((name) => state[name]));
+    if (values.has(key) && values.get(key).data !== data) values.delete(key);
+    if (!values.has(key) && values.size >= KEPT) values.delete(values.keys().next().value);
+    return remembered(values, key, make);
+  };
+
+  const settingOf = (data, state) =>
+    kept(settings, data, state, SHOWN_ONLY, () => newSetting(data, state));
+
+  const newSetting = (data, state) => {
+    const costsAt = state.costs === "calibrated" ? calibratedCosts : typicalCosts;
+    const known = priorsOf(data, state);
+    const drawn = () => data.draws.values.map((_, draw) => costsAt(data, state, known, draw));
+    const made = new Map();
+    return {
+      ...kept(trainings, data, state, [...SHOWN_ONLY, ...OF_LINKS], () => training(data, state)),
+      state: { ...state },
+      costs: costsAt(data, state, known, null),
+      drawn: () => remembered(made, "draws", drawn),
+      steps: new Map(),
+    };
+  };
+
+  /** Return what a setting has that does not depend on its links. */
+  const training = (data, state) => {
+    const model = modelOf(data, state);
+    const gradients = gradientsOf(model, data.constants.gradient_bytes[state.gradient_type]);
+    const ownNodes = state.step_ms !== null;
+    return {
+      data,
+      gradients,
+      readiness: readinessOf(model, gradients),
+      ownNodes,
+      profiles: ownNodes ? ownProfiles(data, state) : data.calibration.profiles,
+      leastSamples: Math.min(model.least_samples, ownNodes ? state.batch : model.least_samples),
+      schedules: new Map(),
+    };
   };
 
   /** Return what a rank computes in a step, by the profiles alone, and its samples. */
@@ -506,16 +518,16 @@ const Engine = (() => {
     }
     const lines = new Map(); // many gradients have the same size
     const backward = [];
-    const after = [];
-    const forward = [];
+    const gathers = [];
+    const later = [];
     for (const operation of operations) {
       const line = lineFor(setting, lines, operation, ranks);
       if (operation.needed !== null) {
-        forward.push({ line, share: neededShare(readiness, operation.needed) });
+        gathers.push(messageOf(line, 1 - neededShare(readiness, operation.needed)));
       } else if (operation.ready !== null) {
-        backward.push({ line, share: readyShare(readiness, operation.ready) });
+        backward.push(messageOf(line, readyShare(readiness, operation.ready)));
       } else {
-        after.push(line);
+        later.push(line);
       }
     }
     return {
@@ -524,17 +536,20 @@ const Engine = (() => {
       ranks,
       profiled: profiledAt(setting, nodes),
       backward,
-      after,
-      forward,
-      backwardShares: [...backward.map(({ share }) => share), 1],
-      forwardShares: forward.map(({ share }) => 1 - share).reverse(),
-      beside: [...new Set([...backward, ...forward].map(({ line }) => line))],
-      afterSums: addedUp(setting, after),
+      gathers, // in the order of the next forward, which waits for them
+      forward: [...gathers].reverse(), // the same in a mirror: from the end of forward
+      later, // lines that begin after backward
+      laterSums: addedUp(setting, later),
+      laterSeconds: 0, // on the network at hand
+      beside: [...new Set([...backward, ...gathers].map(({ line }) => line))],
       updateShare: plan.shards_update ? 1 / ranks : 1,
       // Else ranks train alone, and none waits for another.
       sends: plan.groups.some((group) => group.pattern || group.lines.length),
     };
   };
+
+  /** Return a message that may begin after a share of its pass; seconds: on the network at hand. */
+  const messageOf = (line, share) => ({ line, share, seconds: 0, end: 0 });
 
   /** Return the line of an operation, the same for all equal ones; partners are not compared. */
   const lineFor = (setting, lines, operation, ranks) => {
@@ -544,8 +559,9 @@ const Engine = (() => {
     return remembered(lines, key, () => ({
       ...lineOf(setting.data, operation, ranks, setting.state.ranks_per_node),
       inSoftware: lineOf(setting.data, operation, ranks, 1),
-      seconds: 0, // on the network at hand, as is the delay share
+      seconds: 0, // on the network at hand, as are the delay share and the speed beside it
       delay: 0,
+      speed: 1,
     }));
   };
 
@@ -586,102 +602,83 @@ const Engine = (() => {
     copied: 0,
   });
 
-  /** Return when each message ends if all start at once and two at a time share the link. */
-  const endsInPairs = (seconds) => {
-    const ends = seconds.map(() => 0);
-    if (!ends.length) return ends;
+  /**
+   * Set when each message ends, if all start at once and two at a time share the link, and its
+   * seconds since the end of the one before it.
+   */
+  const sendInPairs = (messages) => {
     let now = 0;
     let left = 0; // seconds of the message under way, if alone on the link
-    let underWay = 0;
-    for (let index = 0; index < seconds.length; index += 1) {
-      const alone = seconds[index];
+    let underWay = null;
+    for (const message of messages) {
+      const alone = message.line.seconds;
       if (alone < left) {
         now += 2 * alone;
-        ends[index] = now;
+        message.end = now;
         left -= alone;
         continue;
       }
       now += 2 * left;
-      ends[underWay] = now;
+      if (underWay) underWay.end = now;
       left = alone - left;
-      underWay = index;
+      underWay = message;
     }
-    ends[underWay] = now + left;
-    for (let index = 1; index < ends.length; index += 1) {
-      ends[index] = Math.max(ends[index - 1], ends[index]); // it waits for the one before it
+    if (underWay) underWay.end = now + left;
+    let before = 0;
+    for (const message of messages) {
+      message.end = Math.max(before, message.end); // it waits for the one before it
+      message.seconds = message.end - before;
+      before = message.end;
     }
-    return ends;
   };
 
-  /**
-   * Return the seconds of a schedule's messages on a network, and their delay shares: beside
-   * backward in their order, and beside forward in the mirror, the last one first. There a message
-   * takes the seconds from the end of the one before it to its own.
-   */
-  const onNetwork = (data, schedule, network) => {
-    const { backward, forward, afterSums } = schedule;
+  /** Set what a schedule's messages take on a network, and how they slow what is beside them. */
+  const price = (data, schedule, network) => {
     for (const line of schedule.beside) {
       line.seconds = lineSeconds(line, network);
-      line.delay = delayShare(data, line, line.seconds, network);
+      line.delay = delayShare(data, line, network);
+      line.speed = Math.max(1 - line.delay, data.constants.near_zero);
     }
-    let after = 0;
-    for (const { line, times } of afterSums) after += times * lineSeconds(line, network);
-    const priced = {
-      backward: backward.map(({ line }) => line.seconds),
-      backwardDelays: backward.map(({ line }) => line.delay),
-      forwardDelays: forward.map(({ line }) => line.delay).reverse(),
-    };
-    priced.backward.push(after); // all that begin after backward are one message
-    priced.backwardDelays.push(0);
-    const ends = endsInPairs(forward.map(({ line }) => line.seconds));
-    priced.forward = ends.map((end, index) => (index ? end - ends[index - 1] : end)).reverse();
-    return priced;
+    for (const message of schedule.backward) message.seconds = message.line.seconds;
+    sendInPairs(schedule.gathers);
+    schedule.laterSeconds = 0;
+    for (const { line, times } of schedule.laterSums) {
+      schedule.laterSeconds += times * lineSeconds(line, network);
+    }
   };
 
   /**
    * Let messages go one after the other beside a pass, and return how it slows down, and what is
    * left after it: see event_model.exposed_seconds.
    *
-   * shares : of the pass, after which each message may begin. trace : filled, if given, with when
-   * each one begins and ends, how much is computed then, and how fast beside it.
+   * later : seconds of messages that begin after the pass. trace : filled, if given, with when each
+   * message begins and ends, how much is computed then, and how fast beside it.
    */
-  const besidePass = (data, shares, seconds, delays, passSeconds, trace = null) => {
-    const nearZero = data.constants.near_zero;
+  const besidePass = (messages, passSeconds, later, trace = null) => {
     let now = 0;
     let computed = 0;
     let slowed = 0;
-    for (let index = 0; index < shares.length; index += 1) {
-      const wait = Math.max(0, shares[index] * passSeconds - computed);
+    for (const { line, share, seconds } of messages) {
+      const wait = Math.max(0, share * passSeconds - computed);
       computed += wait;
       now += wait;
-      const speed = Math.max(1 - delays[index], nearZero);
-      const beside = Math.min(seconds[index], (passSeconds - computed) / speed);
+      const { speed } = line;
+      const beside = Math.min(seconds, (passSeconds - computed) / speed);
       const after = computed + speed * beside;
-      if (trace) trace.push({ begin: now, end: now + seconds[index], computed, after, speed });
-      slowed += delays[index] * beside;
+      if (trace) trace.push({ begin: now, end: now + seconds, computed, after, speed });
+      slowed += line.delay * beside;
       computed = after;
-      now += seconds[index];
+      now += seconds;
     }
+    if (later) now += Math.max(0, passSeconds - computed) + later;
     return { slowed, exposed: Math.max(0, now - (passSeconds + slowed)) };
   };
 
-  /** Let the messages of gradients go beside backward. */
-  const besideBackward = (data, schedule, priced, passSeconds, trace = null) => {
-    const { backward, backwardDelays } = priced;
-    return besidePass(data, schedule.backwardShares, backward, backwardDelays, passSeconds, trace);
-  };
-
-  /** Let forward wait for messages: the same in the mirror, from the end of forward. */
-  const besideForward = (data, schedule, priced, passSeconds) => {
-    const { forward, forwardDelays } = priced;
-    return besidePass(data, schedule.forwardShares, forward, forwardDelays, passSeconds);
-  };
-
   /** Return the seconds of computing, by how much messages slow it, and those nothing hides. */
-  const stepParts = (data, schedule, priced, compute) => {
+  const stepParts = (schedule, compute) => {
     const { period } = schedule.plan;
-    const backward = besideBackward(data, schedule, priced, compute.backward);
-    const forward = besideForward(data, schedule, priced, compute.before);
+    const backward = besidePass(schedule.backward, compute.backward, schedule.laterSeconds);
+    const forward = besidePass(schedule.forward, compute.before, 0);
     return {
       computed: compute.before + compute.backward + schedule.updateShare * compute.update,
       slowed: (forward.slowed + backward.slowed) / period,
@@ -689,8 +686,9 @@ const Engine = (() => {
     };
   };
 
-  const stepSeconds = (data, schedule, priced, compute) => {
-    const parts = stepParts(data, schedule, priced, compute);
+  /** Return the seconds of a step on the network at hand. */
+  const stepSeconds = (schedule, compute) => {
+    const parts = stepParts(schedule, compute);
     return parts.computed + parts.slowed + parts.exposed;
   };
 
@@ -705,9 +703,8 @@ const Engine = (() => {
 
   /** Return the seconds of a step at these costs. */
   const secondsAt = (setting, schedule, costs) => {
-    const priced = onNetwork(setting.data, schedule, costs.network);
-    const compute = computeOf(setting, schedule, costs, schedule.sends);
-    return stepSeconds(setting.data, schedule, priced, compute);
+    price(setting.data, schedule, costs.network);
+    return stepSeconds(schedule, computeOf(setting, schedule, costs, schedule.sends));
   };
 
   const typicalSeconds = (setting, name, nodes) =>
@@ -739,10 +736,10 @@ const Engine = (() => {
   const gainsAt = (setting, schedule, costs, steps) => {
     const { data, state } = setting;
     const compute = computeOf(setting, schedule, costs, schedule.sends);
-    const faster = onNetwork(data, schedule, costs.faster);
-    const onFaster = stepSeconds(data, schedule, faster, compute);
-    const priced = onNetwork(data, schedule, costs.network);
-    const computedTwice = stepSeconds(data, schedule, priced, times(compute, 0.5));
+    price(data, schedule, costs.faster);
+    const onFaster = stepSeconds(schedule, compute);
+    price(data, schedule, costs.network);
+    const computedTwice = stepSeconds(schedule, times(compute, 0.5));
     const more = state.scaling === "weak" ? doubledNodes(data, schedule.nodes) / schedule.nodes : 1;
     return {
       network: steps.here / onFaster,
@@ -805,9 +802,9 @@ const Engine = (() => {
     const { nodes } = state;
     const doubled = doubledNodes(data, nodes);
     const schedule = scheduleOf(setting, name, nodes);
-    const priced = onNetwork(data, schedule, setting.costs.network);
+    price(data, schedule, setting.costs.network);
     const compute = computeOf(setting, schedule, setting.costs, schedule.sends);
-    const parts = stepParts(data, schedule, priced, compute);
+    const parts = stepParts(schedule, compute);
     const here = parts.computed + parts.slowed + parts.exposed;
     const more = state.scaling === "weak" ? nodes : 1;
     const speedup = (more * typicalSeconds(setting, name, 1)) / here;
@@ -886,129 +883,13 @@ const Engine = (() => {
     });
   };
 
-  /** Return the moment at which so much of a pass is computed: messages slow it down. */
-  const momentOf = (trace, computed) => {
-    const message = trace.find(({ after }) => computed <= after) || trace[trace.length - 1];
-    const ahead = computed - message.computed; // below 0: computed before the message begins
-    return message.begin + (ahead > 0 ? ahead / message.speed : ahead);
-  };
-
-  const messageOf = (line, times, begin, end, ready) => ({
-    kind: line.kind,
-    nbytes: line.operation.nbytes,
-    count: line.count * times,
-    begin,
-    end,
-    ready,
-    where: line.stages.some((found) => found.onLink) ? "between nodes" : "inside a node",
-  });
-
-  /** Return the messages of the forward pass: all start with the step, in order. */
-  const forwardTimeline = (schedule, priced) => {
-    let begin = 0;
-    return schedule.forward.map(({ line }, index) => {
-      const end = begin + priced.forward[priced.forward.length - 1 - index];
-      const message = messageOf(line, 1, begin, end, 0);
-      begin = end;
-      return message;
-    });
-  };
-
-  /** Return the messages beside backward, which begins at `offset`. */
-  const backwardTimeline = (schedule, passSeconds, trace, offset) =>
-    schedule.backward.map(({ line, share }, index) => {
-      const { begin, end } = trace[index];
-      const ready = momentOf(trace, share * passSeconds);
-      return messageOf(line, 1, offset + begin, offset + end, offset + ready);
-    });
-
-  /** Return the messages after backward, from `begin` on; equal ones in a row are one entry. */
-  const laterTimeline = (schedule, network, begin, ready) => {
-    const found = [];
-    let now = begin;
-    for (let first = 0; first < schedule.after.length; ) {
-      const line = schedule.after[first];
-      let next = first + 1;
-      while (schedule.after[next] === line) next += 1;
-      const end = now + (next - first) * lineSeconds(line, network);
-      found.push(messageOf(line, next - first, now, end, ready));
-      now = end;
-      first = next;
-    }
-    return found;
-  };
-
-  /** Return the parts of a message that lie in these spans. */
-  const within = (message, spans) =>
-    spans
-      .map(([begin, end]) => [Math.max(begin, message.begin), Math.min(end, message.end)])
-      .filter(([begin, end]) => begin < end);
-
-  /**
-   * Return one typical step of a strategy, in seconds from its start: the passes, the messages and
-   * what of them nothing hides.
-   *
-   * Weights that the next forward needs are sent when a step starts; the waits of its layers stand
-   * together before it. `about` : "" of any step. `mean_seconds` : the step of `row`, which is
-   * shorter than `total_seconds` where only some steps send.
-   */
-  const timeline = (data, state, name) => {
-    const setting = settingOf(data, state);
-    const schedule = scheduleOf(setting, name, state.nodes);
-    const { network } = setting.costs;
-    const { period } = schedule.plan;
-    const priced = onNetwork(data, schedule, network);
-    const compute = computeOf(setting, schedule, setting.costs, schedule.sends);
-    const trace = [];
-    const inForward = besideForward(data, schedule, priced, compute.before);
-    const inBackward = besideBackward(data, schedule, priced, compute.backward, trace);
-    const forwardEnd = compute.before + inForward.slowed + inForward.exposed;
-    const backwardEnd = forwardEnd + compute.backward + inBackward.slowed;
-    const sent = backwardEnd + inBackward.exposed;
-    const total = sent + schedule.updateShare * compute.update;
-    const exposed = [
-      [0, inForward.exposed],
-      [backwardEnd, sent],
-    ].filter(([begin, end]) => begin < end);
-    const later = trace[trace.length - 1].begin; // when the messages after backward begin
-    const messages = [
-      ...forwardTimeline(schedule, priced),
-      ...backwardTimeline(schedule, compute.backward, trace, forwardEnd),
-      ...laterTimeline(schedule, network, forwardEnd + later, backwardEnd),
-    ];
-    return {
-      total_seconds: total,
-      mean_seconds: stepSeconds(data, schedule, priced, compute),
-      about: period > 1 ? `a step that sends; one of ${period} steps does` : "",
-      passes: [
-        { name: "forward", begin: inForward.exposed, end: forwardEnd },
-        { name: "backward", begin: forwardEnd, end: backwardEnd },
-        { name: "update", begin: sent, end: total },
-      ],
-      messages: messages.map((message) => ({ ...message, exposed: within(message, exposed) })),
-      exposed,
-    };
-  };
-
-  /** Return the seconds of all messages of a period, hidden or not, by what they are spent on. */
-  const terms = (data, state, name) => {
-    const setting = settingOf(data, state);
-    const { backward, after, forward } = scheduleOf(setting, name, state.nodes);
-    const sums = { latency: 0, bandwidth: 0, "root's link": 0, summation: 0 };
-    const beside = [...backward, ...forward].map(({ line }) => line);
-    for (const line of [...beside, ...after]) {
-      const seconds = lineTerms(line, setting.costs.network);
-      sums.latency += seconds.latency;
-      sums[line.byRoot ? "root's link" : "bandwidth"] += seconds.passing;
-      sums.summation += seconds.summation;
-    }
-    return sums;
-  };
-
   /** Return the seconds of a strategy's step in each draw of a cluster, without what no cost says. */
   const draws = (data, state, name) => drawnSeconds(settingOf(data, state), name, state.nodes);
 
-  return { row, curve, timeline, terms, draws, interval };
+  // What timeline.js takes a step apart with.
+  const parts = { settingOf, scheduleOf, price, computeOf, besidePass, stepSeconds };
+
+  return { row, curve, draws, interval, lineTerms, lineSeconds, parts };
 })();
 
 if (typeof module !== "undefined") module.exports = Engine;

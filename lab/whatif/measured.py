@@ -2,7 +2,7 @@
 
 ``published_sets`` has what others published, each set with the state of the page in which it was
 measured. ``files_of`` checks the reader's own reports, tables and runs, and returns what the page
-reads of them: measured.js makes sets of them as of files that are dropped onto the page.
+reads of them: files.js makes sets of them as of files that are dropped onto the page.
 """
 
 from collections import Counter
@@ -89,7 +89,9 @@ def _setting(row: PublishedStep) -> tuple[object, ...]:
 def _scaling(row: PublishedStep) -> str:
     """Return whether the ranks shared the batch of one rank alone, or had such a batch each."""
     is_shared = row.batch_per_rank * row.ranks == row.one_rank_batch
-    return "strong" if is_shared and _SHARED in row.columns["note"] else "weak"
+    if is_shared and _SHARED in row.columns["note"]:
+        return "strong"
+    return "weak"
 
 
 def _title(rows: Sequence[PublishedStep]) -> str:

@@ -56,8 +56,8 @@ const Page = (() => {
       rows: inOrder(rows),
       curves: inOrder(curves),
       nodes,
-      timeline: Engine.timeline(data, state, state.focus),
-      terms: Engine.terms(data, state, state.focus),
+      timeline: Timeline.timeline(data, state, state.focus),
+      terms: Timeline.terms(data, state, state.focus),
     };
   }
 
@@ -539,7 +539,7 @@ const Page = (() => {
     Measured.start(data);
     Questions.start(data);
     mine = null; // what the page begins with is nobody's
-    writeControls();
+    byId("back").hidden = true;
   }
 
   document.addEventListener("DOMContentLoaded", start);

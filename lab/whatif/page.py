@@ -32,7 +32,18 @@ from lab.whatif.questions import load_questions
 
 _HERE = Path(__file__).parent
 # Each script uses those before it.
-_SCRIPTS = ("plans", "engine", "words", "state", "pictures", "measured", "questions", "page")
+_SCRIPTS = [
+    "plans",
+    "engine",
+    "timeline",
+    "words",
+    "state",
+    "pictures",
+    "files",
+    "measured",
+    "questions",
+    "page",
+]
 _STYLES = ("style", "pictures", "measured")
 _REFERENCE = Path("lab/predict/reference_calibration.json")  # as typed in the project's folder
 

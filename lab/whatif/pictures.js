@@ -15,7 +15,7 @@
  *     seconds; where: "between nodes" or "inside a node"; nbytes: of each of its `count` messages
  * @typedef {{total_seconds: number, mean_seconds: number, about: string, messages: Message[],
  *     exposed: number[][], passes: {name: string, begin: number, end: number}[]}} Timeline
- *     as Engine.timeline returns it
+ *     as Timeline.timeline returns it
  *
  * @typedef {{nodes: number, step_seconds: number, efficiency: number, low_seconds: ?number,
  *     high_seconds: ?number, low_efficiency: ?number, high_efficiency: ?number}} Point

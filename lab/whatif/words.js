@@ -9,7 +9,7 @@ const Words = (() => {
   const BYTES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
   const CLOSE = 0.05; // to nothing or to all: shares are written with a decimal
 
-  // What Engine.terms counts, in words.
+  // What Timeline.terms counts, in words.
   const TERMS = {
     latency: "starting them (latency)",
     bandwidth: "bytes on the links (bandwidth)",
@@ -255,7 +255,7 @@ const Words = (() => {
   /**
    * Return what limits the step, which agrees with `sentence`; and where the messages' time goes.
    *
-   * @param {object} terms of Engine.terms for the focus: seconds by what they are spent on
+   * @param {object} terms of Timeline.terms for the focus: seconds by what they are spent on
    * @returns {{limit: string, detail: string}}
    */
   function limits(data, state, row, terms) {

@@ -16,7 +16,10 @@ needs_node = pytest.mark.skipif(NODE is None, reason="no node on the path")
 _READ = 'JSON.parse(require("fs").readFileSync(0, "utf8"))'
 _LIMIT = 60.0
 # In the page's order; those after them reach the page's elements at once.
-_WITHOUT_ELEMENTS = ("plans", "engine", "words", "state", "measured", "questions")
+_WITHOUT_ELEMENTS = (
+    *("plans", "engine", "timeline", "words", "state"),
+    *("files", "measured", "questions"),
+)
 
 
 def run_script(name: str, expression: str, given: Any) -> Any:

@@ -29,7 +29,9 @@ from tests.helpers.node import run_scripts
 
 RELATIVE = 1e-9
 _SEED = 46
-_CALLS = "given.calls.map(([name, ...rest]) => Engine[name](given.data, ...rest))"
+_CALLS = (
+    "given.calls.map(([name, ...rest]) => ({...Engine, ...Timeline})[name](given.data, ...rest))"
+)
 _LIMIT = 240.0  # seconds in node
 _FLAGS = {
     "gradient_type": "--gradient-type",
@@ -239,9 +241,9 @@ def _equal(value: Any, expected: Any, least: float) -> bool:
 
 
 def in_node(data: dict[str, Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return what engine.js computes: each call is a function of Engine and its arguments.
+    """Return what the page computes: each call names a function of Engine or Timeline.
 
-    The page's data goes before them. Needs node.
+    Its arguments follow, the page's data before them. Needs node.
     """
     given = {"data": data, "calls": calls}
     return run_scripts(_CALLS, given, limit=_LIMIT)

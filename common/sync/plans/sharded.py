@@ -105,8 +105,8 @@ class FSDPPlan(MessagePlan):
     shards_update = True
     leave = "leave between the layers of both passes"
     caveat = (
-        "counts Gloo's messages, none beside computing; NCCL sends up to a quarter less, and fetches "
-        "layers ahead"
+        "counts Gloo's messages, none beside computing; NCCL sends up to a quarter less, and "
+        "fetches layers ahead"
     )
 
     messages = (

@@ -262,6 +262,7 @@ def fill(folder, numbers, **environment):
 def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
     """The report also lists the missing runs, and shows what there is."""
     drawn = []
+
     def record(folder, results, **options):
         drawn.append(results)
 

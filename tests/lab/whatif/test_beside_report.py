@@ -42,6 +42,7 @@ def test_a_report_has_the_page_with_its_own_steps(tmp_path, linked):
     assert [cell["median"]["step"] for cell in cells] == [cell.medians.step for cell in expected]
 
 
+@pytest.mark.slow
 def test_the_report_does_without_a_page_that_cannot_be_written(
     tmp_path, linked, monkeypatch, capsys
 ):
