@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.helpers.browser import needs_browser, overlapping, sticking_out
+from tests.helpers.browser import needs_browser, overlapping, sticking_out, unnamed_controls
 from tests.helpers.paths import ROOT
 from tests.helpers.what_if_page import choose_preset, drop, settle, shown, wait_for
 
@@ -86,6 +86,9 @@ def test_dropped_files_that_are_something_else(browser, what_if, tmp_path):
 
     comparison = COMPARISON.read_text(encoding="utf-8")
     newer = json.loads(comparison) | {"format": 99}
+    cells = json.loads(comparison)["cells"]
+    odd_cell = cells[1] | {"sync": {"toString": 1}, "repeats": {}}
+    odd = json.loads(comparison) | {"cells": [*cells, odd_cell, None, [1]]}
     header = TABLE.read_text(encoding="utf-8").splitlines()[0]
     empty = tmp_path / "empty folder"
     empty.mkdir()
@@ -96,6 +99,7 @@ def test_dropped_files_that_are_something_else(browser, what_if, tmp_path):
         written("newer.json", json.dumps(newer)),
         written("else.json", '{"a": 1}'),
         written("list.json", "[1, 2]"),
+        written("odd cells.json", json.dumps(odd)),
         written("nothing.json", ""),
         written("picture.png", b"\x89PNG\r\n\x1a\n\x00\xff"),
         written("no columns.csv", "a,b\n1,2\n"),
@@ -103,6 +107,7 @@ def test_dropped_files_that_are_something_else(browser, what_if, tmp_path):
         written("a word.csv", header + "\n4,ring,256,soon\n"),
         written("unknown.csv", header + "\n4,best_ever,256,0.5\n"),
         written("decimal comma.csv", header + "\n4,ring,256,0,5\n"),
+        written("far too long.csv", header + "\n" + "4,ring,256,0.5\n" * 100_000),
         empty,
         half,
     ]
@@ -150,6 +155,7 @@ def test_a_question_before_and_after_the_guess(browser, what_if):
         for part in HIDDEN:
             assert not page.locator(f"#{part}").is_visible(), part
         assert page.locator("#question-text").inner_text()
+        assert unnamed_controls(page) == []
         assert overlapping(page) == []
         page.keyboard.press("Tab")
         page.keyboard.type("much")

@@ -88,6 +88,9 @@ def test_cut_and_wrong_links(browser, what_if):
         link.replace(nodes, "n=1e99"),
         link.replace(nodes, "n=32&n=33"),
         link.replace(nodes, "q=32"),
+        link.replace(nodes, "n=3.7"),
+        link.replace(nodes, "n=-32"),
+        link.replace(nodes, "n=32&y=ddp,ddp"),
         link.replace(nodes, "n=%E0%A4%A"),
         link.replace("m=resnet50_imagenet", "m=resnet51"),
         link.replace("t=rdma", "t=rdma&b=gloo"),
@@ -116,6 +119,11 @@ def test_back_and_a_link_pasted_into_the_open_page(browser, what_if):
         assert shown(page) == first
         page.go_forward()
         assert shown(page) == second
+        for nodes in (9, 10, 11):
+            set_number(page, "nodes", nodes)
+        assert shown(page) != second
+        page.go_back()
+        assert shown(page) == second, "one step back for all changes of a control"
 
 
 @pytest.mark.slow
