@@ -26,12 +26,13 @@ const Timeline = (() => {
   const besideForward = ({ gathers }) =>
     gathers.map(({ line, seconds, end }) => shown(line, 1, end - seconds, end, 0));
 
-  /** Return the messages beside backward, which begins at `offset`. */
-  const besideBackward = ({ backward }, passSeconds, trace, offset) =>
+  /** Return the messages beside backward, which lasts from `from` to `to`. */
+  const besideBackward = ({ backward }, passSeconds, trace, from, to) =>
     backward.map(({ line, share }, index) => {
       const { begin, end } = trace[index];
-      const ready = momentOf(trace, share * passSeconds);
-      return shown(line, 1, offset + begin, offset + end, offset + ready);
+      // Where a message stops backward almost, rounding alone moves a moment beyond its end.
+      const ready = Math.min(to, from + momentOf(trace, share * passSeconds));
+      return shown(line, 1, from + begin, from + end, ready);
     });
 
   /** Return the messages after backward, from `begin` on; equal ones in a row are one entry. */
@@ -100,7 +101,7 @@ const Timeline = (() => {
     const lastEnd = trace.length ? forwardEnd + trace[trace.length - 1].end : forwardEnd;
     const messages = [
       ...besideForward(schedule),
-      ...besideBackward(schedule, compute.backward, trace, forwardEnd),
+      ...besideBackward(schedule, compute.backward, trace, forwardEnd, backwardEnd),
       ...afterBackward(schedule, network, Math.max(lastEnd, backwardEnd), backwardEnd),
     ];
     const pass = (passName, begin, end, slowed) => ({
