@@ -1,6 +1,8 @@
 """Each ``lab`` command starts in a fresh interpreter, as users start it, and does its own work."""
 
 import argparse
+import subprocess
+import sys
 
 from lab.cli import build_parser
 from tests.helpers import ROOT, start_lab
@@ -41,3 +43,16 @@ def test_commands_start_cold(tmp_path):
         assert ended.status == status, (name, ended)
         assert words in ended.out + ended.err, (name, ended)
         assert "Traceback" not in ended.err, (name, ended)
+
+
+def test_a_reader_that_leaves_ends_a_command_quietly():
+    """As with ``lab predict --json | head``: the pipe breaks while the command writes."""
+    command = [sys.executable, "-m", "lab", "predict", "--json", "--nodes", "4", "8"]
+    program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert program.stdout
+    assert program.stderr
+    program.stdout.close()
+    with program:
+        errors = program.stderr.read()
+        assert program.wait(60) == 1
+    assert errors == b""
