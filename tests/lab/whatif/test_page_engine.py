@@ -6,7 +6,7 @@ from common.sync import STRATEGIES
 from tests.helpers.browser import needs_browser
 from tests.helpers.whatif_states import differences, shared_folder, shared_pages
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 QUICK = 2 * len(STRATEGIES)  # as in test_engine.py, which shares the states and their rows
 MANY = 2000

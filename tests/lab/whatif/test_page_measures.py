@@ -11,7 +11,7 @@ from tests.helpers.browser import (
     unnamed_controls,
 )
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 FAULTLESS = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>t</title><body>
 <style>:root { color-scheme: light dark } body { font: 16px/1.4 sans-serif; margin: 8px } .wide { overflow-x: auto; width: 300px }

@@ -10,7 +10,7 @@ from PIL import Image
 from tests.helpers.browser import needs_browser
 from tests.helpers.what_if_page import choose_preset, link_of, set_number, settle, wait_for
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
