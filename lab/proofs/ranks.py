@@ -6,6 +6,7 @@ these processes alone; only this user can open the folder in which they meet (mo
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import sys
@@ -15,11 +16,13 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from queue import Empty
 from typing import Any
 
 import cloudpickle
 
+from common.utils.paths import REPOSITORY
 from common.utils.system import batch_scheduling, usable_cores
 
 PRELOADED = [
@@ -36,12 +39,22 @@ _LOOK_SECONDS = 1.0
 
 
 def context() -> Any:
-    """Return the multiprocessing context for ranks; the first process starts its server."""
+    """Return the multiprocessing context for ranks; the first call starts its server."""
     found = multiprocessing.get_context(_method)
     if _method == "forkserver":
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when the server imports torch
-        found.set_forkserver_preload(PRELOADED)
+        _start_server(found)
     return found
+
+
+@functools.cache
+def _start_server(of_context: Any) -> None:
+    """Start the server that imports the modules of PRELOADED and forks the ranks."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when the server imports torch
+    of_context.set_forkserver_preload(PRELOADED)
+    # Until Python 3.12 the server does not get this process's sys.path: it finds modules in its
+    # current folder, and skips those that it does not find.
+    with contextlib.chdir(REPOSITORY):
+        forkserver.ensure_running()
 
 
 def fork_from_this_process() -> None:

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import http.server
 import io
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -31,6 +30,7 @@ from common.data.dataset import Dataset, ImageSet, pixel_statistics
 from common.errors import UserError
 from common.utils import progress
 from lab.doctor.machine import check_dataset
+from lab.proofs import ranks
 from tests.helpers import (
     CIFAR,
     LONG,
@@ -40,8 +40,6 @@ from tests.helpers import (
     run_ranks,
     wait_until,
 )
-
-_context = multiprocessing.get_context("forkserver")
 
 
 def _checked(dataset, train, test, classes):
@@ -447,7 +445,7 @@ def test_killed_in_the_middle_of_a_download(fake, tmp_path):
     """The process that waits downloads again; the partial file never counts as data."""
     with _Server(fake.archive, linger=60) as server, ThreadPoolExecutor() as pool:
         arguments = (0, tmp_path, server.url, fake.md5)
-        first = _context.Process(target=_load_as_rank, args=arguments, daemon=True)
+        first = ranks.context().Process(target=_load_as_rank, args=arguments, daemon=True)
         first.start()
         assert server.began.wait(60)
         wait_until((tmp_path / ARCHIVE).exists, "the beginning of the download")

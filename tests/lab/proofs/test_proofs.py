@@ -152,6 +152,23 @@ def test_a_users_own_strategy_in_a_script_without_a_guard(tmp_path):
     ], ended
 
 
+FROM_ANOTHER_FOLDER = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from lab.proofs import ranks, run_ranks
+
+ranks.PRELOADED.append("tests.helpers.tiny_model")
+print(run_ranks(1, lambda rank: "tests.helpers.tiny_model" in sys.modules))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_have_what_was_to_be_imported_wherever_the_first_is_started(tmp_path):
+    command = [sys.executable, "-c", FROM_ANOTHER_FOLDER]
+    ended = Started(command, cwd=tmp_path, env=user_environment()).end()
+    assert ended.out == "[True]\n", ended
+
+
 def test_a_rank_that_is_killed_is_told_at_once():
     def dies(rank):
         if rank == 1:
