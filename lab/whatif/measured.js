@@ -93,9 +93,12 @@ const Measured = (() => {
     return sets.find((set) => set.id === state.measured) ?? sets[0] ?? null;
   }
 
-  /** Return a set and one of its points, that of the state's strategy if it has one. */
+  /** Return a set and one of its points: of the state's strategy, of as near a number of nodes. */
   function nearestText(set, state) {
-    const point = set.points.find(({ strategy }) => strategy === state.focus) ?? set.points[0];
+    const same = set.points.filter(({ strategy }) => strategy === state.focus);
+    const points = same.length > 0 ? same : set.points;
+    const doublings = ({ nodes }) => Math.abs(Math.log2(nodes / state.nodes));
+    const point = points.reduce((best, one) => (doublings(one) < doublings(best) ? one : best));
     const seconds = Words.duration(point.seconds);
     return `Nearest measured: ${set.title}: ${point.strategy} took ${seconds} on ${Words.counted(point.nodes, "node")}.`;
   }
@@ -258,7 +261,7 @@ const Measured = (() => {
   function stated(data, set, state) {
     const family = Words.error(data, { ...state, costs: "typical", backend: set.family || state.backend });
     if (!set.isPublished) return family;
-    return `${family} That error predicts each group without its own rows; this page's priors were fitted to all of them.`;
+    return `${family} That error predicts each group without its own rows, and with the step of one node where it was measured; this page's priors were fitted to all of them.`;
   }
 
   /** Take away what was said of files before. */

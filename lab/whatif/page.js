@@ -107,6 +107,7 @@ const Page = (() => {
     byId("settings").textContent = tidy(settings);
     byId("limit").textContent = tidy(limit);
     byId("sentence").textContent = tidy(sentence);
+    byId("help-twice").hidden = !/network twice as fast/i.test(sentence);
     byId("detail").textContent = tidy(detail);
     byId("error").textContent = tidy(Words.error(data, state));
     byId("short").textContent = tidy(`${state.focus}: ${stepText(focus)}`);
@@ -404,6 +405,7 @@ const Page = (() => {
     const isNew = name === null || name !== changedControl;
     if (isNew) writeLink();
     changedControl = name;
+    byId("copied").textContent = ""; // of the state before
     pendingLink = State.encode(data, state);
     if (!isNew) {
       later("link", LINK_PAUSE, writeLink);

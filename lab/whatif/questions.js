@@ -196,8 +196,8 @@ const Questions = (() => {
     const range = found.range ? ` (80 %: ${found.range.map(Words.three).join(" to ")})` : "";
     const measured = found.measured === null ? "" : `, measured ${withUnit(found.measured, unit)}`;
     const said = `You guessed ${withUnit(guess, unit)}, the model says ${withUnit(found.value, unit)}`;
-    const right = isRight(question, guess, found) ? "right, " : "";
-    return `${said}${range}${measured}: ${right}${offText(unit, guess, found.value)}.`;
+    const right = isRight(question, guess, found) ? "right" : "not near enough";
+    return `${said}${range}${measured}: ${right}, ${offText(unit, guess, found.value)}.`;
   }
 
   /** Return where the points beside an answer were measured; "" if there are none. */

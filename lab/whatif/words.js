@@ -181,12 +181,14 @@ const Words = (() => {
     return sentences.join(" ");
   }
 
-  /** Return the typical value of a prior of the state's backend and transport, or undefined. */
-  function typical(data, state, name) {
+  /** Return a prior of the state's backend and transport, or undefined. */
+  function priorOf(data, state, name) {
     const sections = [`${state.backend}-${state.transport}`, state.backend, "any"];
     const wanted = sections.map((section) => `${section}.${name}`);
-    return data.priors.find((prior) => wanted.includes(prior.name))?.typical;
+    return data.priors.find((prior) => wanted.includes(prior.name));
   }
+
+  const typical = (data, state, name) => priorOf(data, state, name)?.typical;
 
   const softwareOf = (state) =>
     `${state.backend === "gloo" ? "Gloo" : "NCCL"} over ${state.transport.toUpperCase()}`;
@@ -198,12 +200,13 @@ const Words = (() => {
   /** Return from which rate on the nodes' software limits the links; "" if it does not. */
   function softwareLimit(data, state) {
     if (state.costs === "calibrated") return "";
-    const most = typical(data, state, "most_gbit");
+    const most = priorOf(data, state, "most_gbit");
     const enough = enoughGbit(data, state);
     if (2 * state.rate_gbit <= enough) return "";
     return (
-      `Links above ${three(enough)} Gbit/s would bring nothing more, since a node's software ` +
-      `passes ${rounded(most, 1)} Gbit/s at most (typical of ${softwareOf(state)}).`
+      `Links above ${three(enough)} Gbit/s would bring nothing more where a node's software passes ` +
+      `${rounded(most.typical, 1)} Gbit/s at most, which is typical of ${softwareOf(state)} ` +
+      `(80 %: ${three(most.low)} to ${three(most.high)} Gbit/s).`
     );
   }
 

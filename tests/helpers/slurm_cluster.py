@@ -57,6 +57,7 @@ SlurmdTimeout=10
 KillWait=10
 MessageTimeout=5
 TCPTimeout=2
+MinJobAge=3600
 GresTypes=gpu
 {more}
 {nodes}

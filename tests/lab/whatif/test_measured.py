@@ -538,7 +538,9 @@ def test_the_nearest_set_has_the_same_backend_then_model_rate_and_ranks(data):
       return changes.map((change) => {
         const state = { ...gpus, ...change };
         const set = Measured.nearest(data, state);
-        return [set.id, Measured.nearestText(set, { ...state, focus: "ddp" })];
+        const texts = [1, 7, 64].map((nodes) =>
+          Measured.nearestText(set, { ...state, focus: "ddp", nodes }));
+        return [set.id, texts];
       });
     })()"""
     found = run_scripts(expression, {"data": data})
@@ -547,9 +549,11 @@ def test_the_nearest_set_has_the_same_backend_then_model_rate_and_ranks(data):
         *["aws-p3-a", "orion-4x3090-2", "horovod-16gpu-25G-4", "cos568-A-gpu", "cs744-A"],
         *["1bitadam-eth", "aws-p3-a"],
     ]
-    _, text = found[0]
-    assert text.startswith("Nearest measured: ResNet-50: 2, 4, 8 nodes of 8 ranks")
-    assert "415 ms on 2 nodes" in text
+    _, (alone, seven, many) = found[0]
+    assert alone.startswith("Nearest measured: ResNet-50: 2, 4, 8 nodes of 8 ranks")
+    assert "415 ms on 2 nodes" in alone
+    assert "443 ms on 8 nodes" in seven
+    assert "443 ms on 8 nodes" in many
 
 
 @needs_node

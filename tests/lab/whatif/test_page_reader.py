@@ -129,6 +129,16 @@ def test_a_link_of_a_file(desk):
     desk.locator("#copy-link").click()
     wait_for(desk, "document.getElementById('copied').textContent !== ''")
     assert "has this file" in text(desk, "copied")
+    set_number(desk, "nodes", 9)
+    assert text(desk, "copied") == "", "that link had other settings"
+
+
+def test_a_network_twice_as_fast_is_explained_where_it_is_named(desk):
+    choose_preset(desk, "laptops")
+    assert desk.locator("#help-twice").is_visible()
+    desk.locator("#c-focus").select_option("none")
+    settle(desk)
+    assert not desk.locator("#help-twice").is_visible()
 
 
 def test_the_answer_stays_in_sight(phone):

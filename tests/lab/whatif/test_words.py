@@ -11,6 +11,7 @@ import pytest
 
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.printing import answer
+from lab.predict.priors import load_priors
 from lab.predict.readable import bytes_text, duration_text, range_text
 from lab.whatif.data import State
 from lab.whatif.page import scenario_of, steps_of
@@ -143,6 +144,12 @@ def test_where_software_limits_the_link(predicted, said):
         assert bool(sentence) == is_limited
         assert not is_limited or f"above {scenario.enough_bits / 1e9:.3g} Gbit/s" in sentence
         assert not is_limited or f"passes {scenario.software_bits / 1e9:.1f} Gbit/s" in sentence
+        names = (
+            f"{state['backend']}-{state['transport']}.most_gbit",
+            f"{state['backend']}.most_gbit",
+        )
+        [most] = [prior for prior in load_priors() if prior.name in names]
+        assert not is_limited or f"(80 %: {most.low:.3g} to {most.high:.3g} Gbit/s)" in sentence
 
 
 def test_numbers_are_written_as_in_python():
