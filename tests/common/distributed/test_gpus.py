@@ -5,7 +5,8 @@ The GPUs are invented: here is none. The processes, their rendezvous and its mes
 
 import io
 import os
-from contextlib import ExitStack, redirect_stderr
+import socket
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from common.distributed.meeting import place_ranks
 from common.distributed.process_group import current_world, open_group, own_device
 from common.errors import UserError
 from common.training_engine import distributed_train_worker
-from tests.helpers import free_port, run_ranks
+from tests.helpers import run_ranks
 
 A, B, C = (letter * 8 + "-0000-0000-0000-000000000000" for letter in "abc")
 
@@ -51,6 +52,20 @@ def see(*uuids):
         set_device=lambda device: None,
         current_device=lambda: 0,
     )
+
+
+@contextmanager
+def reserved_ports(count):
+    """Return ports that differ, and that until the end only a program that asks for one gets.
+
+    A bound socket that does not listen keeps no listener away that reuses addresses, as stores do.
+    """
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield [one.getsockname()[1] for one in sockets]
 
 
 KEPT = []
@@ -113,13 +128,14 @@ def test_two_ranks_choose_alike_and_rank_0_says_why():
         Case(((A,), (A,)), "nccl"): ("none", refused),
         Case(((A,), (A,)), "nccl", apart): ("00", "for correctness tests only"),
     }
-    ports = [free_port() for _ in expected]
-    ranks = run_ranks(2, meet_in_all, list(expected), ports)
+    with reserved_ports(len(expected)) as ports:
+        ranks = run_ranks(2, meet_in_all, list(expected), ports)
     for (case, (uses, says)), *found in zip(expected.items(), *ranks, strict=True):
         devices = [f"cuda:{uses[rank]}" if uses.isdigit() else "cpu" for rank in range(2)]
         backend = "nccl" if uses.isdigit() else "gloo"
         for rank, (used, printed) in enumerate(found):
-            assert used == ("none" if uses == "none" else f"{backend} on {devices[rank]}"), case
+            expected_use = "none" if uses == "none" else f"{backend} on {devices[rank]}"
+            assert used == expected_use, (case, printed)
             assert uses == "none" or printed.count("\n") == (bool(says) if rank == 0 else 0), case
             assert rank == 1 or says in printed, case
             assert uses != "none" or says in printed, case
