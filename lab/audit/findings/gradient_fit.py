@@ -11,14 +11,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.audit.findings.weights import Replicas, norms, side_by_side
+from common.utils.gradient_fit import EXACT, ROUNDED, fit, misfits, norms, side_by_side
+from lab.audit.findings.weights import Replicas
 from lab.audit.findings.where import local_samples
 from lab.audit.recording import Numbers
 from lab.audit.records import Clip
 
-# The greatest misfit of float32, and of 16-bit gradients.
-EXACT = 1e-4
-ROUNDED = 2e-2
 _TINY = 1e-300
 
 
@@ -160,28 +158,6 @@ def _like(own: Numbers, values: Numbers | None) -> Numbers:
     if values is None or values.shape != own.shape:
         return np.full_like(own, np.nan)
     return values
-
-
-def misfits(basis: Numbers, weights: Numbers, got: Numbers, columns: list[slice]) -> Numbers:
-    """Return by row of ``got`` how far weights @ basis is from it, in the worst parameter.
-
-    The scale is what is added up, so a sum that nearly cancels is not measured by what is left.
-    """
-    sizes = np.maximum(np.abs(weights) @ norms(basis, columns), norms(got, columns))
-    apart = norms(weights @ basis - got, columns) / np.maximum(sizes, _TINY)
-    return np.asarray(apart.max(axis=1, initial=0.0))
-
-
-def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> tuple[Numbers, Numbers]:
-    """Return the smallest weights with which weights @ basis is nearest to got, and the misfits.
-
-    All parameters count alike. Gradients that are equal share their weight.
-    """
-    sizes = [np.linalg.norm(basis[:, at]) or np.inf for at in columns]
-    balance = np.repeat(1 / np.array(sizes), [at.stop - at.start for at in columns])
-    found = np.linalg.lstsq((basis * balance).T, (got * balance).T, rcond=1e-3)[0]
-    weights = np.asarray(found.T, dtype=np.float64)
-    return weights, misfits(basis, weights, got, columns)
 
 
 def _explain(update: Update) -> Explanation:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import ranks_text
+from common.utils.gradient_fit import fit
 from lab.audit.findings.by_groups import (
     group_of_the_mean,
     group_sizes,
@@ -20,7 +21,7 @@ from lab.audit.findings.by_groups import (
     uneven_groups,
 )
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
-from lab.audit.findings.gradient_fit import Update, fit
+from lab.audit.findings.gradient_fit import Update
 from lab.audit.findings.weights import SAME, Replicas, shortlist
 from lab.audit.findings.where import (
     averages_weights,

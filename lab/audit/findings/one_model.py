@@ -13,8 +13,9 @@ from math import prod
 
 import numpy as np
 
+from common.utils.gradient_fit import norms
 from lab.audit.findings.finding import Finding
-from lab.audit.findings.weights import Replicas, norms
+from lab.audit.findings.weights import Replicas
 from lab.audit.findings.where import POINT_TO_POINT, lasting_optimizers
 from lab.audit.recording import Numbers, RankRecords, Recording
 from lab.audit.records import (

@@ -4,11 +4,11 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 
+from common.utils.gradient_fit import norms, side_by_side
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.where import (
     averages_weights,
@@ -177,17 +177,6 @@ def _parameters(rank: RankRecords, optimizer: int) -> list[Parameter]:
 def _as_named(parameters: Iterable[Parameter]) -> list[tuple[str, str, list[int]]]:
     """Return what is the same on all ranks if they hold the same parameters."""
     return [(row.key, row.name, row.shape) for row in parameters]
-
-
-def side_by_side(widths: Iterable[int]) -> list[slice]:
-    """Return the columns of parameters of which one follows another."""
-    return [slice(int(start), int(stop)) for start, stop in pairwise(np.cumsum([0, *widths]))]
-
-
-def norms(rows: Numbers, columns: list[slice]) -> Numbers:
-    """Return the norm of each row in each parameter: shape (rows, parameters)."""
-    lengths = [np.linalg.norm(rows[:, at], axis=1) for at in columns]
-    return np.array(lengths, dtype=np.float64).reshape(len(columns), len(rows)).T
 
 
 def shortlist(names: Sequence[str]) -> str:
