@@ -67,8 +67,10 @@ class Evidence:
     @cached_property
     def explained(self) -> NDArray[np.bool_]:
         """By rank, whether it got a weighted sum of the ranks' gradients."""
-        known = np.isfinite(self.weights).all(axis=1)
-        return known if not known.all() else known & (self.residue <= self.misfit)
+        known = np.asarray(np.isfinite(self.weights).all(axis=1))
+        if known.all() and self.residue > self.misfit:
+            return ~known
+        return known
 
     @cached_property
     def sources(self) -> list[Source]:
