@@ -1,4 +1,4 @@
-"""Fit what optimisers get by the gradients that the ranks computed (least squares).
+"""LinearFit what optimisers get by the gradients that the ranks computed (least squares).
 
 ``fit`` returns the weights of rows of numbers in other rows, and how far those sums are from them.
 ``fit_ranks`` does so for what each rank got and all ranks' own gradients. What the weights mean
@@ -24,7 +24,7 @@ SAME = 1e-2
 _TINY = 1e-300
 
 
-class Fit(NamedTuple):
+class LinearFit(NamedTuple):
     """How the rows of ``got`` come from those of ``basis``.
 
     weights : (rows of got, rows of basis), with which weights @ basis is nearest to got.
@@ -35,7 +35,7 @@ class Fit(NamedTuple):
     misfits: Numbers
 
 
-def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> Fit:
+def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> LinearFit:
     """Return the smallest weights with which weights @ basis is nearest to got, and the misfits.
 
     All parameters count alike. Gradients that are equal share their weight.
@@ -46,10 +46,12 @@ def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> Fit:
     balance = np.repeat(1 / np.array(sizes), [at.stop - at.start for at in columns])
     found = np.linalg.lstsq((basis * balance).T, (got * balance).T, rcond=1e-3)[0]
     weights = np.asarray(found.T, dtype=np.float64)
-    return Fit(weights, misfits(basis, weights, got, columns))
+    return LinearFit(weights, misfits(basis, weights, got, columns))
 
 
-def fit_ranks(own: Numbers, got: Numbers, columns: list[slice], *, misfit: float = EXACT) -> Fit:
+def fit_ranks(
+    own: Numbers, got: Numbers, columns: list[slice], *, misfit: float = EXACT
+) -> LinearFit:
     """Return the weights of all ranks' own gradients in what each rank got, and the misfits.
 
     Where ranks computed nearly the same, several weights give one sum. A multiple of the mean or of
@@ -81,7 +83,7 @@ def fit_ranks(own: Numbers, got: Numbers, columns: list[slice], *, misfit: float
 
 def _multiple_of_one(
     candidates: Numbers, own: Numbers, got: Numbers, columns: list[slice], misfit: float
-) -> Fit | None:
+) -> LinearFit | None:
     """Return the multiple of a row of candidates that explains the one row got; None without any.
 
     The first candidate that fits without a factor comes first, then the first one with a factor.
@@ -97,8 +99,8 @@ def _multiple_of_one(
         if errors[0] > misfit:
             continue
         if abs(factor - 1) <= SAME:
-            return Fit(weights, errors)
-        first = first or Fit(weights, errors)
+            return LinearFit(weights, errors)
+        first = first or LinearFit(weights, errors)
     return first
 
 

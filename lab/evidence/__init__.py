@@ -5,6 +5,15 @@ what such a matrix shows, by one table of rules. Both work on plain arrays.
 """
 
 from lab.evidence.evidence import Evidence, explain, explain_parameters
-from lab.evidence.rules import CURES, RULES, Judgement, judge
+from lab.evidence.rules import CURES, RULES, Judgement, judge, multiple
 
-__all__ = ["CURES", "RULES", "Evidence", "Judgement", "explain", "explain_parameters", "judge"]
+__all__ = [
+    "CURES",
+    "RULES",
+    "Evidence",
+    "Judgement",
+    "explain",
+    "explain_parameters",
+    "judge",
+    "multiple",
+]
