@@ -148,7 +148,7 @@ def _wrong_exchange(ranks: Sequence[_RankTraining], recording: ProgramRecording)
             previous = own
             continue
         where = f"step {number + 1} on {len(ranks)} ranks"
-        if {source.text for source in evidence.sources} == {"its own"}:
+        if {source.text for source in evidence.sources} == {"its own gradient"}:
             later = [rank.steps[number + 1].start for rank in ranks if number + 1 < len(rank.steps)]
             equal_again = bool(later) and all(_apart(row, later[0]) < EXACT for row in later)
             return _own_gradients(steps, equal_again=equal_again, where=where)
