@@ -114,7 +114,7 @@ def gravest(outcomes: Iterable[Outcome | None]) -> Outcome | None:
 
 @cache
 def catalogue() -> dict[str, CatalogueEntry]:
-    """Return the entries of catalogue.toml by name, in its order, with the cures of lab/evidence."""
+    """Return the entries of catalogue.toml by name, in its order, with the cures of the rules."""
     content = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
     for name, cure in CURES.items():
         content[name]["cure"] = cure
