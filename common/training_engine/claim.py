@@ -141,12 +141,12 @@ def _explained(
     telling = [columns[index] for index in measurable(own, list(columns))]
     if not telling:
         return GradientClaim(step=step, why_not=f"all gradients of step {step} are zero")
-    apart = own - own[0]
     seen = np.concatenate([np.arange(at.start, at.stop) for at in telling])
-    if np.linalg.norm(apart[:, seen]) <= limit * np.linalg.norm(own[:, seen]):
+    apart = own[:, seen] - own[0, seen]
+    if np.linalg.norm(apart) <= limit * np.linalg.norm(own[:, seen]):
         why_not = f"all ranks computed the same gradient in step {step}: nothing tells them apart"
         return GradientClaim(step=step, why_not=why_not)
-    weights, misfits = fit_ranks(own, got, telling, misfit=limit)
+    weights, misfits = fit_ranks(own, got, list(columns), misfit=limit)
     rows = [
         row.tolist() if misfit <= limit else None
         for row, misfit in zip(weights, misfits, strict=True)

@@ -42,9 +42,8 @@ def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> LinearFit:
 
     basis, got : of shape (rows, numbers). columns : those of each parameter.
     """
-    balance = np.zeros(basis.shape[1])  # numbers outside of the columns do not count
-    for at in columns:
-        balance[at] = 1 / (np.linalg.norm(basis[:, at]) or np.inf)
+    sizes = [np.linalg.norm(basis[:, at]) or np.inf for at in columns]
+    balance = np.repeat(1 / np.array(sizes), [at.stop - at.start for at in columns])
     found = np.linalg.lstsq((basis * balance).T, (got * balance).T, rcond=1e-3)[0]
     weights = np.asarray(found.T, dtype=np.float64)
     return LinearFit(weights, misfits(basis, weights, got, columns))
@@ -102,71 +101,6 @@ def _multiple_of_one(
         if abs(factor - 1) <= SAME:
             return LinearFit(weights, errors)
         first = first or LinearFit(weights, errors)
-    return first
-
-
-def measurable(own: Numbers, columns: list[slice]) -> NDArray[np.int64]:
-    """Return which parameters' gradients are more than rounding errors of the greatest ones.
-
-    A bias before BatchNorm has a true gradient of zero: what is computed there differs between
-    ranks and tells nothing.
-    """
-    lengths = np.linalg.norm(norms(own, columns), axis=0)
-    widths = np.array([at.stop - at.start for at in columns], dtype=np.int64)
-    sizes = lengths / np.sqrt(np.maximum(widths, 1))
-    return np.flatnonzero(sizes > 1e-6 * np.nanmax(sizes, initial=0.0))
-
-
-def fit_ranks(own: Numbers, got: Numbers, columns: list[slice], *, misfit: float = EXACT) -> Fit:
-    """Return the weights of all ranks' own gradients in what each rank got, and the misfits.
-
-    Where ranks computed nearly the same, several weights give one sum. A multiple of the mean or of
-    one rank's gradient is then returned as such: a gradient itself before a multiple, the mean
-    before the rank's own, and that before another rank's. Parameters that are not ``measurable``
-    are left out, unless there is no other.
-
-    own, got : of shape (ranks, numbers). misfit : the greatest error of a sum that explains a row.
-    """
-    kept = measurable(own, columns)
-    if 0 < len(kept) < len(columns):
-        numbers = np.concatenate([np.arange(columns[at].start, columns[at].stop) for at in kept])
-        columns = side_by_side(columns[at].stop - columns[at].start for at in kept)
-        own = own[:, numbers]
-        got = got[:, numbers]
-    fitted = fit(own, got, columns)
-    size = len(own)
-    mean = np.full(size, 1 / size)
-    alone = np.eye(size)
-    for rank in range(size):
-        others = np.delete(alone, rank, axis=0)
-        candidates = np.vstack([mean, alone[rank], others])
-        found = _multiple_of_one(candidates, own, got[[rank]], columns, misfit)
-        if found is not None:
-            fitted.weights[rank] = found.weights[0]
-            fitted.misfits[rank] = found.misfits[0]
-    return fitted
-
-
-def _multiple_of_one(
-    candidates: Numbers, own: Numbers, got: Numbers, columns: list[slice], misfit: float
-) -> Fit | None:
-    """Return the multiple of a row of candidates that explains the one row got; None without any.
-
-    The first candidate that fits without a factor comes first, then the first one with a factor.
-    """
-    first = None
-    for candidate in candidates:
-        gradient = candidate @ own
-        factor = 1.0  # of zeros, that are got as zeros
-        if gradient.any():
-            factor = float(got[0] @ gradient / (gradient @ gradient))
-        weights = factor * candidate[None]
-        errors = misfits(own, weights, got, columns)
-        if errors[0] > misfit:
-            continue
-        if abs(factor - 1) <= SAME:
-            return Fit(weights, errors)
-        first = first or Fit(weights, errors)
     return first
 
 
