@@ -1,4 +1,4 @@
-"""LinearFit what optimisers get by the gradients that the ranks computed (least squares).
+"""Fit what optimisers get by the gradients that the ranks computed (least squares).
 
 ``fit`` returns the weights of rows of numbers in other rows, and how far those sums are from them.
 ``fit_ranks`` does so for what each rank got and all ranks' own gradients. What the weights mean
