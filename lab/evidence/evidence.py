@@ -107,11 +107,6 @@ class Evidence:
         return _multiple("another rank's own", float(row[other]), f"rank {other}'s gradient")
 
     @property
-    def rows(self) -> str:
-        """What each rank got, in words."""
-        return "; ".join(f"rank {rank} gets {it.text}" for rank, it in enumerate(self.sources))
-
-    @property
     def unexplained(self) -> str:
         """The ranks that got no such sum, e.g. "rank 1"."""
         return ranks_text([int(rank) for rank in np.flatnonzero(~self.explained)])
