@@ -4,12 +4,13 @@
 the mistake that such sums show, with the audit's name for it and the audit's advice.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from common.say import listed, ranks_text
 from lab.audit.findings.finding import catalogue
 
 _TOLERANCE = 1e-4
@@ -104,7 +105,7 @@ def cause_of(parts: Sequence[GradientPart], *, exchanged: bool = True) -> str | 
     part = wrong[0]
     keep_own = all(bool(_own_alone(other.matrix).all()) for other in wrong)
     if len(wrong) < len(parts) and keep_own:
-        names = " and ".join(other.name for other in wrong)
+        names = listed(other.name for other in wrong)
         sentence = f"only some parameters are averaged; left out: {names}"
         return told("some-parameters", sentence, part.evidence())
     return _cause_of_part(part, exchanged=exchanged)
@@ -127,7 +128,7 @@ def _cause_of_part(part: GradientPart, *, exchanged: bool) -> str:
         return _own_gradient(part, exchanged=exchanged)
     means = [_close(row, torch.full((size,), 1 / size)) for row in matrix]
     if any(means):
-        having = _ranks(rank for rank in range(size) if means[rank])
+        having = ranks_text(rank for rank in range(size) if means[rank])
         return told("own-gradient", f"the mean comes to {having} only", part.evidence())
     if _close(matrix, matrix[0].expand(size, size)):
         return _unequal_weights(part, matrix[0])
@@ -206,12 +207,6 @@ def _one_gradient(matrix: Tensor) -> Tensor:
 
 def _close(found: Tensor, right: Tensor) -> bool:
     return bool(((found - right).abs() < _TOLERANCE).all())
-
-
-def _ranks(numbers: Iterable[int]) -> str:
-    """Return "rank 0" or "ranks 0 and 2"."""
-    listed = [str(number) for number in numbers]
-    return f"rank {listed[0]}" if len(listed) == 1 else f"ranks {' and '.join(listed)}"
 
 
 def _sum_of(shares: Tensor) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from common.distributed.collectives import gather_objects, gather_states
 from common.distributed.process_group import current_world
+from common.say import percent
 from lab.learn.causes import MEAN_IN_A_COPY, cause_of, parts_of, shares_of, told
 from lab.learn.program import ProgramRecording, ProgramStep
 
@@ -118,7 +119,7 @@ def _wrong_start(ranks: Sequence[_RankTraining]) -> str | None:
     for number, rank in enumerate(ranks):
         if not torch.equal(rank.steps[0].start, right):
             apart = _apart(rank.steps[0].start, right)
-            evidence = f"rank {number}'s first weights differ from rank 0's by {apart:.0%}"
+            evidence = f"rank {number}'s first weights differ from rank 0's by {percent(apart)}"
             return told("different-start", "the ranks start from different weights", evidence)
     return None
 

@@ -14,7 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.errors import UserError, count
+from common.errors import UserError
+from common.say import count
 from common.utils.paths import BASE
 from common.utils.typed_json import shown
 

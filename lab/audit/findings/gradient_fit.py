@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from common.say import percent
 from common.utils.gradient_fit import EXACT, ROUNDED, fit, misfits, norms, side_by_side
 from lab.audit.findings.weights import Replicas
 from lab.audit.findings.where import local_samples
@@ -300,7 +301,7 @@ def _cuts_by_hand(update: Update, times: Numbers) -> Numbers:
 
 
 def _how_cut(rank: int, part: float) -> str:
-    cut = f"cut to {part:.1%} of its length" if part < 1 else "not cut"
+    cut = f"cut to {percent(part, 1)} of its length" if part < 1 else "not cut"
     return f"rank {rank}'s gradient is {cut}"
 
 
@@ -426,7 +427,7 @@ def _by_parameter(
     found = set(by_parameter)
     if None in found:  # a parameter of which no single way explains all numbers
         shares = fits["averaged"].mean(axis=1)
-        texts = [f"the mean in {share:.0%} of its numbers" for share in shares]
+        texts = [f"the mean in {percent(share)} of its numbers" for share in shares]
         means: list[Gradient] = ["the mean" if share == 1 else "none" for share in shares]
         return Explanation("rows", residue, 1.0, texts, means)
     if found == {"averaged"}:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.errors import ranks_text
+from common.say import listed, ranks_text
 from common.utils.gradient_fit import fit
 from lab.audit.findings.by_groups import (
     group_of_the_mean,
@@ -22,7 +22,7 @@ from lab.audit.findings.by_groups import (
 )
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.gradient_fit import Update
-from lab.audit.findings.weights import SAME, Replicas, shortlist
+from lab.audit.findings.weights import SAME, Replicas
 from lab.audit.findings.where import (
     averages_weights,
     backward_line,
@@ -194,7 +194,7 @@ def _explained(seen: _Seen) -> Outcome:
         kind=kind,
         how=how,
         weights=how,
-        names=shortlist(always),
+        names=listed(always, most=3),
         some=len(always),
         every=len(first.names),
     )

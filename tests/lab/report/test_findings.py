@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from common.say import bandwidth_text, duration_text
 from lab.comparison.record import Prediction
-from lab.predict.readable import bandwidth_text, duration_text
 from lab.report.findings import findings
 from lab.report.view import blocks, small_text
 from tests.helpers.report_samples import cell, predicted, results
