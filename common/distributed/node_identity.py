@@ -75,7 +75,7 @@ _MOST_NAMED = 8
 
 
 def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
-    """Return "2 nodes: ranks 0-1 on hostA, ranks 2-3 on hostB"; hosts : of every rank.
+    """Return "2 nodes: ranks 0-1 on hostA; ranks 2-3 on hostB"; hosts : of every rank.
 
     Emulated nodes, which have one host name, also get their numbers.
     """
@@ -86,4 +86,6 @@ def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
         name = f"node {node} ({names[node]})" if ambiguous else names[node]
         noun = "rank" if len(ranks) == 1 else "ranks"
         places.append(f"{noun} {listed(spans(ranks), most=_MOST_NAMED)} on {name}")
-    return f"{count(len(layout), 'node')}: {listed(places, most=_MOST_NAMED)}"
+    if len(places) > _MOST_NAMED:
+        places[_MOST_NAMED:] = [f"{len(places) - _MOST_NAMED} more"]
+    return f"{count(len(layout), 'node')}: {'; '.join(places)}"

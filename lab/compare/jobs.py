@@ -183,7 +183,7 @@ def describe_plan(folder: Path, comparison: Comparison) -> list[str]:
     if to_do:
         numbers = grouped((run.nodes, run.number) for run in to_do)
         places = [
-            f"on {count(nodes, 'node')}: {listed(spans(numbers[nodes]))}"
+            f"on {count(nodes, 'node')}: {','.join(spans(numbers[nodes]))}"
             for nodes in sorted(numbers)
         ]
         summary += f": {'; '.join(places)}"
