@@ -1,4 +1,4 @@
-"""What a run records: ``StepRecord``, ``EpochReport``, and one rank's ``RankTimeline``.
+"""What a run records: steps, epochs, the claim that was checked, and one rank's timeline.
 
 The training makes the first two (training_engine/metrics.py and callbacks.py). Each is a line of
 metrics.jsonl or epochs.jsonl, which rank 0 writes (reporting/run_folder.py) and lab reads. Entries
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
-from common.utils.typed_json import Bytes, Count, Finite, Name, Rank, Seconds, Share, Step
+from common.utils.typed_json import Bytes, Count, Finite, Name, Rank, Seconds, Share, Step, Text
 
 Section = Literal["data", "forward", "backward", "sync", "update"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
@@ -112,6 +112,20 @@ class SentMessage(Struct):
     begin: Moment
     end: Moment
     scope: Scope = ""
+
+
+class GradientClaim(Struct, kw_only=True):
+    """What each rank's optimiser got in one step, as a sum of the ranks' gradients.
+
+    weights : (ranks, ranks); row r says how often each rank's own gradient counts in what rank r
+    got (1/N each: the mean), null where it is no such sum. residue : the greatest relative error of
+    these sums in a parameter. why_not : why there are none.
+    """
+
+    step: Count
+    weights: list[list[Finite] | None] | None = None
+    residue: Finite | None = None
+    why_not: Text = ""
 
 
 class RankTimeline(Struct):

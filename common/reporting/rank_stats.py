@@ -103,6 +103,7 @@ def gather_measurements(
         world_size=world.size,
         first_step=steps[0].step,
         steps=len(steps),
+        claim=None if engine.claim is None else engine.claim.result(),
         ranks=[measured.row for measured in all_ranks if measured.row is not None],
     )
     logger.folder.write_json("ranks.json", asdict(rows))

@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from common.distributed.node_identity import layout_of, nodes_text
-from common.profiling.records import RankTimeline, Section
+from common.profiling.records import GradientClaim, RankTimeline, Section
 from common.sync.memory_cost import Memory
 from common.utils.typed_json import (
     Bytes,
@@ -73,13 +73,17 @@ class RankRow(Struct, kw_only=True):
 
 
 class RanksFile(Struct, kw_only=True):
-    """``ranks.json``: a row for each rank, in order."""
+    """``ranks.json``: a row for each rank, in order.
+
+    claim : whether the optimisers got the mean; null with one rank, and in older files.
+    """
 
     format: Count = FORMAT
     sync: Name = "none"
     world_size: Ranks | None = None
     first_step: Step = 1
     steps: Step | None = None
+    claim: GradientClaim | None = None
     ranks: Annotated[list[RankRow], Meta(min_length=1, max_length=65_536)]
 
     def __post_init__(self) -> None:

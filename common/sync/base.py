@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from common.errors import UserError
 from common.sync.backward_buckets import BackwardBuckets
 from common.sync.flat_buffer import FlatBuffer, by_type
-from common.sync.optimizer_shards import OptimizerShards
+from common.sync.optimizer_shards import OptimizerShards, Segment
 from common.sync.plans.base import MessagePlan
 
 
@@ -99,6 +99,10 @@ class GradientSync:
         """
         norm = get_total_norm(gradients)
         return norm if self._shards is None else self._shards.norm_over_ranks(norm)
+
+    def segment_of(self, parameter: nn.Parameter) -> Segment | None:
+        """Return this rank's part of a parameter, if its optimiser updates no more than that."""
+        return None if self._shards is None else self._shards.segment_of(parameter)
 
     def after_step(self, model: nn.Module) -> None:
         """Exchange weights here if the strategy does so; called after the optimiser."""

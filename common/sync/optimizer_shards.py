@@ -131,6 +131,10 @@ class OptimizerShards:
                     for name, value in entry.items()
                 }
 
+    def segment_of(self, parameter: nn.Parameter) -> Segment | None:
+        """Return this rank's segment of a parameter; None while the optimiser is whole."""
+        return self._segments.get(parameter) if self._whole else None
+
     def gather(self) -> None:
         """Give the optimiser its whole parameters and state back. Collective.
 

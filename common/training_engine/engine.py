@@ -50,6 +50,7 @@ from common.training_engine.amp import autocast, build_scaler, choose_amp
 from common.training_engine.batches import MicroBatch, check_lengths, set_epoch, skip_steps
 from common.training_engine.callbacks import Callback, EpochEnd, History, Validator
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
+from common.training_engine.claim import ClaimCheck
 from common.training_engine.compile import compile_for, forget_compiled
 from common.training_engine.ema import WeightAverage
 from common.training_engine.evaluation_loop import model_to_device, to_device, unwrap
@@ -106,6 +107,7 @@ class TrainingEngine:
 
     timeline: Timeline | None = None
     emulation: "Emulation | None" = None
+    claim: ClaimCheck | None = None  # with several ranks: whether they get the mean
     metrics: MetricsBuffer | None = None  # of the epoch that trains
     compile_seconds = 0.0
 
@@ -217,6 +219,11 @@ class TrainingEngine:
         self.shards = batchnorm.ShardStatistics(unwrap(self.model), 1)
         if self.world.size > 1:  # with one rank nothing is exchanged after the last gradient
             self.timer.watch_gradients(self.model)
+            if self.emulation is None:
+                if self.claim is not None:
+                    self.claim.close()
+                self.claim = ClaimCheck(self.world, unwrap(self.model), self.sync)
+                self.claim.watch()
 
     def load_state(self, entries: Mapping[str, Any]) -> None:
         """Resume from a checkpoint, except weights and optimiser, which are loaded before.
@@ -430,6 +437,8 @@ class TrainingEngine:
                 numbers = self.train_step(window, global_samples=global_samples, seeds=seeds)
             times = self.timer.take()
             timeline.took(self.step, self.timer, times)
+            if self.claim is not None and self.claim.watching:
+                self.claim.gather(self.step)
             metrics.add(StepOutcome(self.step, numbers, samples, rate, times))
             if metrics.due:
                 self.flush_metrics(wait=not self.sync.weights_under_way)
@@ -557,6 +566,8 @@ class TrainingEngine:
             correct += (outputs.argmax(dim=1) == labels).sum()
         with timer.section("sync"):
             self.sync.synchronize(self.model)  # p.grad becomes the mean over all ranks
+        if self.claim is not None and self.claim.watching:
+            self.claim.take_synchronised()
         with timer.section("update"):
             if self.emulation is not None:
                 self.emulation.update(self.sync.plan.update_share(self.world.size))
@@ -654,5 +665,7 @@ class TrainingEngine:
     def close(self) -> None:
         """Remove the hooks and the compiled code from the model."""
         forget_compiled(self)
+        if self.claim is not None:
+            self.claim.close()
         self.timer.close()
         self.sync.close()

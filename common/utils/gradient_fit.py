@@ -1,7 +1,8 @@
 """Fit what optimisers get by the gradients that the ranks computed (least squares).
 
-``fit`` returns the weights of all ranks' own gradients in what each rank got, and how far that sum
-is from it. What the weights mean (the mean, a sum, a rank's own gradient) ``lab.evidence`` says.
+``fit`` returns the weights of rows of numbers in other rows, and how far those sums are from them.
+``fit_ranks`` does so for what each rank got and all ranks' own gradients. What the weights mean
+(the mean, a sum, a rank's own gradient) ``lab.evidence`` says.
 """
 
 from collections.abc import Iterable
@@ -17,10 +18,13 @@ Numbers = NDArray[np.float64]
 # 1e-7, and 1e-5 where numbers of very different size are added), and of 16-bit gradients.
 EXACT = 1e-4
 ROUNDED = 2e-2
+# Weights, or multiples, whose difference is below this part of the greatest are the same. Ranks'
+# gradients resemble each other, so a weight is known ten to a hundred times worse than the sum.
+SAME = 1e-2
 _TINY = 1e-300
 
 
-class Fit(NamedTuple):
+class LinearFit(NamedTuple):
     """How the rows of ``got`` come from those of ``basis``.
 
     weights : (rows of got, rows of basis), with which weights @ basis is nearest to got.
@@ -31,7 +35,7 @@ class Fit(NamedTuple):
     misfits: Numbers
 
 
-def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> Fit:
+def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> LinearFit:
     """Return the smallest weights with which weights @ basis is nearest to got, and the misfits.
 
     All parameters count alike. Gradients that are equal share their weight.
@@ -42,7 +46,74 @@ def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> Fit:
     balance = np.repeat(1 / np.array(sizes), [at.stop - at.start for at in columns])
     found = np.linalg.lstsq((basis * balance).T, (got * balance).T, rcond=1e-3)[0]
     weights = np.asarray(found.T, dtype=np.float64)
-    return Fit(weights, misfits(basis, weights, got, columns))
+    return LinearFit(weights, misfits(basis, weights, got, columns))
+
+
+def fit_ranks(
+    own: Numbers, got: Numbers, columns: list[slice], *, misfit: float = EXACT
+) -> LinearFit:
+    """Return the weights of all ranks' own gradients in what each rank got, and the misfits.
+
+    Where ranks computed nearly the same, several weights give one sum. A multiple of the mean or of
+    one rank's gradient is then returned as such: a gradient itself before a multiple, the mean
+    before the rank's own, and that before another rank's. Parameters that are not ``measurable``
+    are left out, unless there is no other.
+
+    own, got : of shape (ranks, numbers). misfit : the greatest error of a sum that explains a row.
+    """
+    kept = measurable(own, columns)
+    if 0 < len(kept) < len(columns):
+        numbers = np.concatenate([np.arange(columns[at].start, columns[at].stop) for at in kept])
+        columns = side_by_side(columns[at].stop - columns[at].start for at in kept)
+        own = own[:, numbers]
+        got = got[:, numbers]
+    fitted = fit(own, got, columns)
+    size = len(own)
+    mean = np.full(size, 1 / size)
+    alone = np.eye(size)
+    for rank in range(size):
+        others = np.delete(alone, rank, axis=0)
+        candidates = np.vstack([mean, alone[rank], others])
+        found = _multiple_of_one(candidates, own, got[[rank]], columns, misfit)
+        if found is not None:
+            fitted.weights[rank] = found.weights[0]
+            fitted.misfits[rank] = found.misfits[0]
+    return fitted
+
+
+def _multiple_of_one(
+    candidates: Numbers, own: Numbers, got: Numbers, columns: list[slice], misfit: float
+) -> LinearFit | None:
+    """Return the multiple of a row of candidates that explains the one row got; None without any.
+
+    The first candidate that fits without a factor comes first, then the first one with a factor.
+    """
+    first = None
+    for candidate in candidates:
+        gradient = candidate @ own
+        factor = 1.0  # of zeros, that are got as zeros
+        if gradient.any():
+            factor = float(got[0] @ gradient / (gradient @ gradient))
+        weights = factor * candidate[None]
+        errors = misfits(own, weights, got, columns)
+        if errors[0] > misfit:
+            continue
+        if abs(factor - 1) <= SAME:
+            return LinearFit(weights, errors)
+        first = first or LinearFit(weights, errors)
+    return first
+
+
+def measurable(own: Numbers, columns: list[slice]) -> NDArray[np.int64]:
+    """Return which parameters' gradients are more than rounding errors of the greatest ones.
+
+    A bias before BatchNorm has a true gradient of zero: what is computed there differs between
+    ranks and tells nothing.
+    """
+    lengths = np.linalg.norm(norms(own, columns), axis=0)
+    widths = np.array([at.stop - at.start for at in columns], dtype=np.int64)
+    sizes = lengths / np.sqrt(np.maximum(widths, 1))
+    return np.flatnonzero(sizes > 1e-6 * np.nanmax(sizes, initial=0.0))
 
 
 def misfits(basis: Numbers, weights: Numbers, got: Numbers, columns: list[slice]) -> Numbers:
