@@ -192,8 +192,8 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     assert states(results) == pending | {"ring-n2": "partial"}
     assert results.cells[2].medians.step == 0.83
     assert results.warnings[0] == (
-        "1 of 6 runs are done; missing: none-n1 (runs 0 and 5), all_reduce-n2 (runs 1 and 4), ring-n2 "
-        "(run 3)"
+        "1 of 6 runs are done; missing: none-n1 (runs 0 and 5), all_reduce-n2 (runs 1 and 4), "
+        "ring-n2 (run 3)"
     )
     assert "--array=0-1,3-5%1" in results.warnings[1]
     done = "run 2 (ring on 2 ranks, repeat 1) is already done; nothing to do\n"
