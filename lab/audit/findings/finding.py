@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.say import counts
 from lab.audit.records import CodeLine
+from lab.evidence import CURES
 
 FAULT = "fault"
 
@@ -114,8 +115,10 @@ def gravest(outcomes: Iterable[Outcome | None]) -> Outcome | None:
 
 @cache
 def catalogue() -> dict[str, CatalogueEntry]:
-    """Return the entries of catalogue.toml by name, in its order."""
+    """Return the entries of catalogue.toml by name, in its order, with the cures of the rules."""
     content = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
+    for name, cure in CURES.items():
+        content[name]["cure"] = cure
     return {name: CatalogueEntry(name, **texts) for name, texts in content.items()}
 
 
