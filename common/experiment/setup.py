@@ -28,6 +28,7 @@ from common.reporting.console import say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
 from common.run_setup import Setup
+from common.say import listed
 from common.sync import build_message_plan_from, strategy_class
 from common.training_engine import TrainingEngine, Validator
 from common.training_engine.amp import precision_name
@@ -121,7 +122,7 @@ def _refuse_mirror_images(config: Config, name: str) -> None:
     if config.tta == "flip":
         asked.append("--tta flip")
     if asked:
-        flags = " and ".join(asked)
+        flags = listed(asked)
         raise UserError(
             f"{flags}: a mirrored image of {name} may belong to no class. Leave {flags} out"
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from common.errors import first_of
+from common.say import listed
 
 _COMMON = Path(__file__).resolve().parents[1]
 
@@ -26,7 +26,7 @@ def code_differences(mine: Mapping[str, str], others: Mapping[str, str]) -> str:
     described = []
     for name in differing:
         described.append(name if "/" in name else f"{name} {mine.get(name)}")
-    return first_of(described, 3)
+    return listed(described, most=3)
 
 
 def code_digest() -> str:

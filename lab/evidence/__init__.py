@@ -4,7 +4,7 @@
 what such a matrix shows, by one table of rules. Both work on plain arrays.
 """
 
-from lab.evidence.evidence import Evidence, explain, explain_parameters
+from lab.evidence.evidence import Evidence, explain, explain_parameters, near
 from lab.evidence.rules import CURES, RULES, Judgement, judge, multiple
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "explain_parameters",
     "judge",
     "multiple",
+    "near",
 ]

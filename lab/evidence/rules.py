@@ -121,6 +121,12 @@ def _own_left_out(e: Evidence) -> bool:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        "one group",
+        "one-group",
+        "the mean comes to {e.having_mean} only, which are a group",
+        lambda e: e.having in e.groups and len(e.having) < e.size,
+    ),
+    Rule(
         "no sum",
         "not-the-mean",
         "what {e.unexplained} gets is no weighted sum of the ranks' gradients",
@@ -189,12 +195,6 @@ RULES: tuple[Rule, ...] = (
         "own-gradient",
         "every rank gets rank {e.counting[0]}'s gradient",
         lambda e: e.same_sum and len(e.counting) == 1,
-    ),
-    Rule(
-        "one group",
-        "one-group",
-        "the mean comes to {e.having_mean} only, which are a group",
-        lambda e: e.having in e.groups,
     ),
     Rule(
         "some have it",

@@ -3,20 +3,20 @@
 Each rank calls ``judge_ranks`` after ``run_program``; rank 0 compares what all ranks recorded.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from common.distributed.collectives import gather_objects, gather_states
 from common.distributed.process_group import current_world
-from lab.learn.causes import MEAN_IN_A_COPY, cause_of, parts_of, shares_of, told
+from common.utils.gradient_fit import EXACT, side_by_side
+from lab.evidence import explain, near
+from lab.learn.causes import MEAN_IN_A_COPY, cause_of, parts_of, told
 from lab.learn.program import ProgramRecording, ProgramStep
-
-# Relative, of float32 gradients and weights after a few steps.
-_EQUAL = 1e-4
 
 
 @dataclass(frozen=True)
@@ -136,27 +136,27 @@ def _added_up(ranks: Sequence[_RankTraining]) -> str | None:
 
 def _wrong_exchange(ranks: Sequence[_RankTraining], recording: ProgramRecording) -> str | None:
     """Say what the optimisers get in place of the mean."""
+    columns = side_by_side(recording.lengths.values())
+    previous = None
     for number, _ in enumerate(ranks[0].steps):
         steps = [rank.steps[number] for rank in ranks]
-        own = torch.stack([step.own for step in steps])
+        own = torch.stack([step.own for step in steps]).double()
         used = torch.stack([step.own if step.used is None else step.used for step in steps])
-        if _alike(used, own.double().mean(0)):
+        used = used.double()
+        evidence = explain(own.numpy(), used.numpy(), columns=columns)
+        if evidence.right:
+            previous = own
             continue
         where = f"step {number + 1} on {len(ranks)} ranks"
-        if all(_apart(row, step.own) < _EQUAL for row, step in zip(used, steps, strict=True)):
+        if {source.text for source in evidence.sources} == {"its own gradient"}:
             later = [rank.steps[number + 1].start for rank in ranks if number + 1 < len(rank.steps)]
-            equal_again = bool(later) and _alike(later, later[0])
+            equal_again = bool(later) and all(_apart(row, later[0]) < EXACT for row in later)
             return _own_gradients(steps, equal_again=equal_again, where=where)
-        if number and _alike(used, torch.stack([r.steps[number - 1].own for r in ranks]).mean(0)):
+        if previous is not None and explain(previous.numpy(), used.numpy(), columns=columns).right:
             return told("stale-gradient", "the optimiser gets the mean of the step before", where)
         parts = parts_of(used, own, recording.lengths)
         return cause_of(parts, exchanged=any(step.sent for step in steps))
     return None
-
-
-def _alike(rows: Iterable[Tensor], right: Tensor) -> bool:
-    """Return whether all rows are ``right``, up to rounding."""
-    return all(_apart(row, right) < _EQUAL for row in rows)
 
 
 def _own_gradients(steps: Sequence[ProgramStep], *, equal_again: bool, where: str) -> str:
@@ -198,7 +198,7 @@ def _weights_apart(ranks: Sequence[_RankTraining]) -> str | None:
     for number in range(1, len(ranks[0].steps)):
         starts = [rank.steps[number].start for rank in ranks]
         worst = max(_apart(start, starts[0]) for start in starts)
-        if worst > _EQUAL:
+        if worst > EXACT:
             evidence = (
                 f"after step {number} on {size} ranks they are {worst:.1e} of their norm apart"
             )
@@ -207,7 +207,7 @@ def _weights_apart(ranks: Sequence[_RankTraining]) -> str | None:
     if ends[0] is None:
         return None
     worst = max(_apart(end, ends[0]) for end in ends if end is not None)
-    if worst > _EQUAL:
+    if worst > EXACT:
         evidence = f"at the end, on {size} ranks, they are {worst:.1e} of their norm apart"
         return told("weights-diverge", "the ranks' weights differ", evidence)
     return None
@@ -240,12 +240,12 @@ def _unlike_one_process(ranks: Sequence[_RankTraining], recording: ProgramRecord
         nn.functional.cross_entropy(model(images), labels).backward()
         whole = _flat_gradients(model)
         mean = torch.stack([step.own for step in steps]).mean(0)
-        if _apart(mean, whole) > _EQUAL:
+        if _apart(mean, whole) > EXACT:
             return _wrong_loss(mean, whole, len(ranks))
         optimizer.step()
         after = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         found = _weights_after(ranks[0], number)
-        if found is not None and _apart(found, after) > _EQUAL:
+        if found is not None and _apart(found, after) > EXACT:
             return (
                 f"after step {number + 1} the weights differ from one process's by "
                 f"{_apart(found, after):.1e} of their norm, although the gradients are right: does "
@@ -263,14 +263,13 @@ def _weights_after(rank: _RankTraining, number: int) -> Tensor | None:
 
 def _wrong_loss(mean: Tensor, whole: Tensor, size: int) -> str:
     """Say how the ranks' gradients differ from the whole batch's."""
-    shares = shares_of(mean, whole.unsqueeze(0))
-    times = None if shares is None else float(shares[0])
-    if times is not None and abs(times * size - 1) < 1e-3:
+    times = explain(whole[None].double().numpy(), mean[None].double().numpy()).factor
+    if near(times * size, 1):
         evidence = f"backward computes {times:.3f} times the gradient on {size} ranks"
         return told(
             "scaled-in-loss", "the loss is divided by the number of ranks as well", evidence
         )
-    what = "another gradient than" if times is None else f"{times:.3f} times the gradient of"
+    what = f"{times:.3f} times the gradient of" if np.isfinite(times) else "another gradient than"
     return f"backward computes {what} the mean loss over the batch: is the loss the mean?"
 
 

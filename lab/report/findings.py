@@ -14,9 +14,10 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from common.data import DATASETS
+from common.say import counts, factor_text, listed, percent
 from common.utils.grouping import grouped
 from lab.predict.event_model import HEADERS
-from lab.report.causes import BUSY, EQUAL_SHARE, compared, load, times_text
+from lab.report.causes import BUSY, EQUAL_SHARE, compared, load
 from lab.report.claims import Claims, check
 from lab.report.view import (
     CellRow,
@@ -24,8 +25,6 @@ from lab.report.view import (
     Interval,
     Rows,
     interval_text,
-    listed,
-    percent,
     seconds_text,
     small_text,
 )
@@ -94,7 +93,7 @@ def _joined(members: Sequence[tuple[int, ReportFinding]], block: ComparisonGroup
     _, first = members[0]
     if numbers == [0]:
         return first
-    where = f"On {listed(list(map(str, numbers)))} {block.place}s"
+    where = f"On {counts(numbers, block.place)}"
     if numbers == [1]:
         where = f"On one {block.alone}"
     evidence = first.evidence
@@ -217,7 +216,7 @@ def speed(rows: Rows) -> str:
 def _speed_of_one(row: CellRow) -> str:
     text = f"{named(row)} takes {seconds_text(row.step, row.step)} s a step"
     if row.speedup:
-        text += f", {times_text(row.speedup)} as fast as one {row.alone}"
+        text += f", {factor_text(row.speedup)} times as fast as one {row.alone}"
     return text
 
 
@@ -270,7 +269,9 @@ def iterations(_: ComparisonGroup, rows: Rows) -> Found:
         if row.nodes == 1:
             texts.append(f"one {row.place} {seconds}")
         elif row.nodes == most and row.mean_iteration_ratio:
-            texts.append(f"{row.name} {seconds} ({row.mean_iteration_ratio:.2f} times as fast)")
+            texts.append(
+                f"{row.name} {seconds} ({factor_text(row.mean_iteration_ratio)} times as fast)"
+            )
         elif row.nodes == most:
             texts.append(f"{row.name} {seconds}")
     if texts:
@@ -288,7 +289,9 @@ def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
         names = strategies(_syncs(members), of=len(rows))
         are = "is" if len(members) == 1 else "are"
         text = f" {names} {are} {what} than one {block.alone}{words}"
-        evidence = "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members)
+        evidence = "; ".join(
+            f"{row.sync} {factor_text(row.speedup or 0.0)} times" for row in members
+        )
         yield ReportFinding(SPEED, text, evidence, caution=not certain)
 
 

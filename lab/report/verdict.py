@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lab.report.causes import BUSY, Gap, load, messages, times_text, why
+from common.say import factor_text, listed, percent
+from lab.report.causes import BUSY, Gap, load, messages, why
 from lab.report.claims import check
 from lab.report.findings import (
     ReportFinding,
@@ -15,9 +16,7 @@ from lab.report.view import (
     CellRow,
     ComparisonGroup,
     Rows,
-    listed,
-    percent,
-    rate_text,
+    link_text,
     seconds_text,
 )
 
@@ -79,7 +78,7 @@ def _of_wrong_results(block: ComparisonGroup, rows: Rows, wrong: Sequence[str]) 
 def _where(block: ComparisonGroup, nodes: int) -> str:
     """Return where it was measured: ``On 4 emulated nodes at 1 Gbit/s``."""
     emulated = " emulated" if block.emulated else ""
-    link = f" at {rate_text(block.rate)}" if block.rate is not None else ""
+    link = f" at {link_text(block.rate)}" if block.rate is not None else ""
     each = ""
     if block.ranks_per_node > 1:
         each = f" with {block.ranks_per_node} ranks each"
@@ -143,12 +142,14 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
         exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)})"
         numbers.append(("exposed communication", exposed, f"mean over the ranks of {best.name}"))
     if len(rows) > 1:
-        ratio = times_text(last.step / best.step)
+        ratio = f"{factor_text(last.step / best.step)} times"
         gap = Gap(best, last)
         note = f"{last.sync} over {best.sync}"
         if not gap.by_messages:
             note += "; most of it is not communication"
         numbers.append(("slowest over fastest", ratio, note))
     elif best.nodes > 1 and best.speedup:
-        numbers.append(("speed-up", times_text(best.speedup), f"{best.name} over one {best.alone}"))
+        numbers.append(
+            ("speed-up", f"{factor_text(best.speedup)} times", f"{best.name} over one {best.alone}")
+        )
     return numbers

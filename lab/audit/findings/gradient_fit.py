@@ -5,23 +5,21 @@ gets by the ranks' own gradients, which leaves an error of about 1e-7, and other
 not such a sum.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.utils.gradient_fit import EXACT, ROUNDED, fit, misfits, norms, side_by_side
+from common.utils.gradient_fit import EXACT, fit, measurable, norms, side_by_side
 from lab.audit.findings.weights import Replicas
 from lab.audit.findings.where import local_samples
 from lab.audit.recording import Numbers
 from lab.audit.records import Clip
+from lab.evidence import Evidence, explain, judge
 
 _TINY = 1e-300
-
-
-# What a rank's optimiser gets a multiple of; "none" of nothing, or of nothing else in this list.
-Gradient = Literal["the mean", "its own", "another rank's own", "none"]
 
 
 class Explanation(NamedTuple):
@@ -30,9 +28,8 @@ class Explanation(NamedTuple):
     kind: str
     residue: float
     total: float
-    texts: list[str]
-    gradients: Sequence[Gradient] = ()
-    weights: Numbers | None = None
+    texts: Sequence[str] = ()
+    evidence: Evidence | None = None  # that of the update, if the numbers told nothing else
 
 
 class Update:
@@ -48,11 +45,9 @@ class Update:
     got : (ranks, columns), what each rank's optimiser gets.
     previous, before, after : (ranks, columns), own of the step before, and the weights before and
         after this update; NaN where they are not known.
-    misfit : the greatest relative error of a sum that explains a gradient.
-    tolerance : how far a weight times N may be from a whole number that it should be.
+    misfit, tolerance : see ``Evidence``.
     alike : all ranks computed the same gradient: the mean then equals each rank's own.
     cuts : to which part each rank's clip_grad_norm_ cut what it got; 1 without one.
-    samples : by rank, how many it trained on; 0 where that is not known.
     kind : "mean" (times ``total``); "rows" (each rank gets what ``texts`` says); "weighted" (all
         ranks the same sum, with unequal weights); "norm" and "value" (by which each rank clips
         before averaging); "extreme" (the ranks' greatest or smallest numbers); "parameters"
@@ -62,20 +57,20 @@ class Update:
     total : the multiple of the mean; for "norm" and "value", of the clipped gradients' mean; for
         "unknown", of the nearest sum.
     texts : what each rank gets if the kind is "rows"; else how the update comes about.
-    gradients : by rank, which gradient it gets a multiple of; empty unless the kind is "rows".
-    weights : (ranks, ranks), how often each rank's gradient counts in what a rank gets, if the kind
-        is "rows" or "weighted"; NaN, or None for all ranks, where that is no such sum.
+    evidence : how what the optimisers get comes from the ranks' own gradients.
     is_mean : what the optimisers get is the mean itself, not a multiple.
     """
 
-    def __init__(self, replicas: Replicas, step: int) -> None:
+    def __init__(
+        self, replicas: Replicas, step: int, groups: Collection[frozenset[int]] = ()
+    ) -> None:
         self.step = step
         self.records = replicas.steps[step]
         own = replicas.own[step]
         got = replicas.got[step]
         self.size = len(own)
         finite = np.asarray((np.isfinite(own) & np.isfinite(got)).all(axis=0))
-        kept = _measurable(np.where(finite, own, np.nan), replicas.columns)
+        kept = measurable(np.where(finite, own, np.nan), replicas.columns)
         self.known = bool(finite.any() and (kept.size or not got[:, finite].any()))
         self.names = [replicas.names[index] for index in kept]
         slices = [replicas.columns[index] for index in kept]
@@ -89,10 +84,16 @@ class Update:
         self.after = _like(own, replicas.weights.get(step + 1))[:, columns]
         self._unscale()
         self.mean = np.asarray(self.own.mean(axis=0))
-        self.samples = local_samples(replicas.recording, step)
-        rounded = any("16" in replicas.rows[index].dtype for index in kept)
-        self.misfit = ROUNDED if rounded else EXACT
-        self.tolerance = 1e-2 if rounded else 1e-3
+        self.evidence = explain(
+            self.own,
+            self.got,
+            columns=self.columns,
+            rounded=any("16" in replicas.rows[index].dtype for index in kept),
+            samples=local_samples(replicas.recording, step),
+            groups=groups,
+        )
+        self.misfit = self.evidence.misfit
+        self.tolerance = self.evidence.tolerance
         apart = norms(self.own - self.own[0], self.columns)
         self.alike = bool((apart <= self.misfit * norms(self.own, self.columns)).all())
         self.cuts = self._cuts()
@@ -101,19 +102,8 @@ class Update:
         self.residue = explanation.residue
         self.total = explanation.total
         self.texts = explanation.texts
-        self.gradients = explanation.gradients
-        self.weights = explanation.weights
+        self.evidence = explanation.evidence or self.evidence
         self.is_mean = self.kind == "mean" and abs(self.total - 1) <= self.tolerance
-
-    @property
-    def all_get_own(self) -> bool:
-        """Whether each rank's optimiser gets a multiple of the rank's own gradient."""
-        return set(self.gradients) == {"its own"}
-
-    @property
-    def all_get_one(self) -> bool:
-        """Whether each rank's optimiser gets a multiple of one rank's gradient or of the mean."""
-        return bool(self.gradients) and "none" not in self.gradients
 
     def _unscale(self) -> None:
         """Divide the ranks' own gradients by GradScaler's scale if that is nearer to what is got.
@@ -146,13 +136,6 @@ def _widths(columns: list[slice]) -> NDArray[np.int64]:
     return np.array([at.stop - at.start for at in columns], dtype=np.int64)
 
 
-def _measurable(own: Numbers, columns: list[slice]) -> NDArray[np.int64]:
-    """Return which parameters' gradients are more than rounding errors of the greatest ones."""
-    lengths = np.linalg.norm(norms(own, columns), axis=0)
-    sizes = lengths / np.sqrt(np.maximum(_widths(columns), 1))
-    return np.flatnonzero(sizes > 1e-6 * np.nanmax(sizes, initial=0.0))
-
-
 def _like(own: Numbers, values: Numbers | None) -> Numbers:
     """Return the values, or NaN in their shape where they are not known."""
     if values is None or values.shape != own.shape:
@@ -167,7 +150,7 @@ def _explain(update: Update) -> Explanation:
     gradients explain at least one rank's.
     """
     if not update.got.any():
-        return Explanation("nothing", 0.0, 0.0, [])
+        return Explanation("nothing", 0.0, 0.0)
     linear = _linear(update)
     if linear.residue <= update.misfit:
         return linear
@@ -193,91 +176,28 @@ def _linear(update: Update) -> Explanation:
     The kind is "mean", or "weighted" if all ranks get the same sum, or "rows" if they get different
     ones, or some ranks get something else (a reduce to one rank), or "unknown" if all do.
     """
-    weights, errors = fit(update.own, update.got, update.columns)
-    residue = float(errors.max())
-    total = float(weights.sum(axis=1).mean())
-    sources = [_find_source(update, rank) for rank in range(update.size)]
-    gradients = [source.gradient for source in sources]
-    factors = [source.factor for source in sources]
-    same_factor = np.ptp(factors) <= update.tolerance * np.abs(factors).max()
-    if same_factor and set(gradients) == {"the mean"}:
-        return Explanation("mean", residue, float(np.mean(factors)), [])
-    if errors.min() > update.misfit:
-        return Explanation("unknown", residue, total, [])
-    equal_rows = np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max()
-    if equal_rows and not any(source.text for source in sources):
-        return _weighted(update, weights.mean(axis=0), residue)._replace(weights=weights)
-    weights[errors > update.misfit] = np.nan
-    texts = []
-    for source, of_rank in zip(sources, weights, strict=True):
-        texts.append(source.text or _row_text(of_rank))
-    return Explanation("rows", residue, total, texts, gradients, weights)
+    evidence = update.evidence
+    if not np.isnan(evidence.factor):
+        return Explanation("mean", evidence.residue, evidence.factor)
+    if not evidence.explained.any():
+        return Explanation("unknown", evidence.residue, evidence.nearest)
+    if evidence.same_sum and evidence.gradients == {"none"}:
+        return _weighted(update)
+    texts = [source.text for source in evidence.sources]
+    return Explanation("rows", evidence.residue, evidence.nearest, texts)
 
 
-def _row_text(weights: Numbers) -> str:
-    if np.isnan(weights).any():
-        return "no weighted sum of the gradients"
-    rounded = weights.round(3) + 0.0  # which makes 0 of -0
-    return f"weights {' '.join(f'{weight:.3f}' for weight in rounded)}"
-
-
-class _Source(NamedTuple):
-    """What one rank's optimiser gets: a multiple of a gradient.
-
-    text : in words; "" if it is no multiple of a gradient.
-    """
-
-    gradient: Gradient
-    factor: float
-    text: str
-
-
-def _find_source(update: Update, rank: int) -> _Source:
-    """Return which multiple of which gradient a rank's optimiser gets.
-
-    Where several fit, as if ranks computed the same, a gradient itself comes before a multiple.
-    """
-    alone = np.eye(update.size)
-    got = update.got[[rank]]
-    candidates: list[tuple[Gradient, str, Numbers]] = [
-        ("the mean", "the mean", np.full(update.size, 1 / update.size)),
-        ("its own", "its own", alone[rank]),
-    ]
-    for other in range(update.size):
-        candidates.append(("another rank's own", f"rank {other}'s own", alone[other]))
-    fitting = []
-    for gradient, name, row in candidates:
-        values = row @ update.own
-        factor = float(got[0] @ values / max(values @ values, _TINY))
-        error = misfits(update.own, factor * row[None], got, update.columns)[0]
-        if error <= update.misfit:
-            fitting.append(_multiple(gradient, name, factor))
-    for source in fitting:
-        if abs(source.factor - 1) <= update.tolerance:
-            return source
-    return fitting[0] if fitting else _Source("none", 1.0, "")
-
-
-def _multiple(gradient: Gradient, name: str, factor: float) -> _Source:
-    if factor == 0:
-        return _Source("none", factor, "nothing")
-    text = name if abs(factor - 1) < 1e-2 else f"{factor:.3f} times {name}"
-    return _Source(gradient, factor, text)
-
-
-def _weighted(update: Update, shares: Numbers, residue: float) -> Explanation:
+def _weighted(update: Update) -> Explanation:
     """Explain a sum in which the ranks count differently.
 
     The kind is "mean" if they count by their samples, "norm" if each rank clipped its gradient,
     else "weighted".
-
-    shares : the weight of each rank's gradient.
     """
-    if all(update.samples):
-        by_samples = np.array(update.samples) / sum(update.samples)
-        if np.abs(shares - by_samples).max() < 1e-3:
-            return Explanation("mean", residue, 1.0, ["weighted by the ranks' samples"])
-    times = shares * update.size  # 1 where a rank counts as in the mean
+    evidence = update.evidence
+    residue = evidence.residue
+    if judge(evidence).right:
+        return Explanation("mean", residue, 1.0, ["weighted by the ranks' samples"])
+    times = evidence.shares * update.size  # 1 where a rank counts as in the mean
     cuts = update.cuts
     if cuts.min() == 1:
         cuts = _cuts_by_hand(update, times)
@@ -285,7 +205,7 @@ def _weighted(update: Update, shares: Numbers, residue: float) -> Explanation:
     if cuts.min() < 1 and np.ptp(uncut) < 10 * update.tolerance * np.abs(uncut).max():
         how = ", ".join(_how_cut(rank, part) for rank, part in enumerate(cuts))
         return Explanation("norm", residue, float(np.mean(uncut)), [how])
-    return Explanation("weighted", residue, 1.0, [", ".join(f"{share:.4f}" for share in shares)])
+    return Explanation("weighted", residue, 1.0, [evidence.shares_text])
 
 
 def _cuts_by_hand(update: Update, times: Numbers) -> Numbers:
@@ -427,15 +347,16 @@ def _by_parameter(
     if None in found:  # a parameter of which no single way explains all numbers
         shares = fits["averaged"].mean(axis=1)
         texts = [f"the mean in {share:.0%} of its numbers" for share in shares]
-        means: list[Gradient] = ["the mean" if share == 1 else "none" for share in shares]
-        return Explanation("rows", residue, 1.0, texts, means)
+        means = np.where(shares[:, None] == 1, 1 / update.size, np.nan)
+        weights = np.broadcast_to(means, (update.size, update.size))
+        return Explanation("rows", residue, 1.0, texts, replace(update.evidence, weights=weights))
     if found == {"averaged"}:
-        return Explanation("mean", residue, 1.0, [])
+        return Explanation("mean", residue, 1.0)
     if found == {"multiplied"}:
-        return Explanation("mean", residue, multiple * update.size, [])
+        return Explanation("mean", residue, multiple * update.size)
     if not found & {"averaged", "added up"}:
-        own: list[Gradient] = ["its own"] * update.size
-        return Explanation("rows", residue, 1.0, ["its own"] * update.size, own)
+        own = replace(update.evidence, weights=np.eye(update.size), residue=0.0)
+        return Explanation("rows", residue, 1.0, [source.text for source in own.sources], own)
     how = next(way for way in by_parameter if way is not None and way != "averaged")
     names = [name for name, way in zip(update.names, by_parameter, strict=True) if way == how]
     return Explanation("parameters", residue, 1.0, [how, *names])

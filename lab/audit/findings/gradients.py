@@ -12,17 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.errors import ranks_text
+from common.say import listed
 from common.utils.gradient_fit import fit
-from lab.audit.findings.by_groups import (
-    group_of_the_mean,
-    group_sizes,
-    inside_groups,
-    uneven_groups,
-)
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.gradient_fit import Update
-from lab.audit.findings.weights import SAME, Replicas, shortlist
+from lab.audit.findings.weights import SAME, Replicas
 from lab.audit.findings.where import (
     averages_weights,
     backward_line,
@@ -40,6 +34,7 @@ from lab.audit.findings.where import (
 )
 from lab.audit.recording import Numbers, Recording
 from lab.audit.records import Backward, CodeLine, DdpBuilt, FsdpBuilt, Step
+from lab.evidence import Evidence, judge, multiple, near
 
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 _UNEXPLAINED = {"unknown", "kept", "stale"}
@@ -86,7 +81,9 @@ def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
     whose : names it in sentences.
     """
     steps = sorted(replicas.own.keys() & replicas.got.keys())
-    updates = [update for step in steps if (update := Update(replicas, step)).known]
+    of_some = groups(replicas.recording)
+    updates = [Update(replicas, step, of_some) for step in steps]
+    updates = [update for update in updates if update.known]
     if not updates:
         yield Unknown(
             f"gradients: {whose} took no step of which all ranks saw the gradients: the ranks"
@@ -183,8 +180,11 @@ def _explained(seen: _Seen) -> Outcome:
     changes = len(seen.bad) < len(seen.updates) and kind not in _CLIPPED
     if changes or (names and not always):
         return _CHANGING
-    if kind == "weighted" and (uneven := uneven_groups(first, groups(seen.recording))):
-        return _uneven(seen, uneven)
+    counts = first.evidence.group_counts
+    if kind == "weighted" and counts:
+        name = judge(first.evidence).finding
+        again = "uneven" if name == "averaged-twice" else None
+        return seen.found(name, seen.line, kind=again, counts=counts)
     line = _clip_line(seen.bad, kind)
     if line is None:
         line = exchange_line(seen.recording, first.step) if names else seen.line
@@ -194,25 +194,10 @@ def _explained(seen: _Seen) -> Outcome:
         kind=kind,
         how=how,
         weights=how,
-        names=shortlist(always),
+        names=listed(always, most=3),
         some=len(always),
         every=len(first.names),
     )
-
-
-def _uneven(seen: _Seen, ranks_by_size: dict[int, list[int]]) -> Finding:
-    """Return that the means of groups of different sizes count alike, or are divided again."""
-    first = seen.bad[0]
-    assert first.weights is not None
-    counts = []
-    for size, ranks in sorted(ranks_by_size.items(), reverse=True):
-        share = first.weights[:, ranks].mean()
-        counts.append(f"{share:.4f} times in a group of {size} ({ranks_text(ranks)})")
-    of_groups = sum(len(ranks) / size for size, ranks in ranks_by_size.items())
-    total = first.weights.sum(axis=1).mean()  # 1 in a mean of the groups' means
-    if _near(total * first.size / of_groups, 10 * first.tolerance):
-        return seen.found("averaged-twice", seen.line, kind="uneven", counts="; ".join(counts))
-    return seen.found("unequal-groups", seen.line, counts="; ".join(counts))
 
 
 def _clip_line(updates: list[Update], kind: str) -> CodeLine | None:
@@ -258,7 +243,7 @@ def _rows(seen: _Seen) -> Outcome:
     What they exchange in place of gradients tells why.
     """
     recording = seen.recording
-    all_own = all(update.all_get_own for update in seen.bad)
+    all_own = all(update.evidence.gradients == {"its own"} for update in seen.bad)
     if all_own and bypasses_ddp(recording):
         return seen.found("ddp-bypassed", backward_line(recording))
     if not recording_exchanges(recording):  # group-unused says it if they were to train together
@@ -278,29 +263,7 @@ def _rows(seen: _Seen) -> Outcome:
         return Unknown(
             f"gradients: the optimisers get the mean in all steps but step {seen.bad[0].step}"
         )
-    return _by_groups(seen) or _what_each_gets(seen, all_own)
-
-
-def _by_groups(seen: _Seen) -> Finding | None:
-    """Return which part of an exchange in groups is missing; None if it is no such exchange."""
-    first = seen.bad[0]
-    sure = len(seen.bad) == len(seen.updates)
-    inside = None if first.all_get_one else inside_groups(first)
-    if inside is not None:
-        partial = [ddp.at for ddp in seen.recording.of(DdpBuilt) if len(ddp.ranks) < first.size]
-        what = "the mean"
-        if np.abs(inside.times - 1).max() > 10 * first.tolerance:
-            what = " or ".join(sorted({f"{times:.3f} times the mean" for times in inside.times}))
-        return seen.found(
-            "inside-groups",
-            first_line(partial) or seen.line,
-            sure=sure,
-            what=what,
-            groups="; ".join(map(ranks_text, inside.groups)),
-        )
-    if group_of_the_mean(first, groups(seen.recording)):
-        return seen.found("one-group", seen.line, sure=sure, rows=_rows_text(first))
-    return None
+    return _what_each_gets(seen, all_own)
 
 
 def _mixing_weights(seen: _Seen) -> list[Update]:
@@ -316,22 +279,28 @@ def _what_each_gets(seen: _Seen, all_own: bool) -> Finding:
     all_own : it is its own gradient in all steps.
     """
     first = seen.bad[0]
+    evidence = first.evidence
+    name = judge(evidence).finding
+    line = seen.line
     lost = unawaited(seen.recording, first.step)
-    kind = "rows"
-    if all_own:
+    kind = None
+    if name == "inside-groups":
+        partial = [ddp.at for ddp in seen.recording.of(DdpBuilt) if len(ddp.ranks) < first.size]
+        line = first_line(partial) or line
+    elif all_own:
         kind = "unawaited" if lost else "own"
+    elif name != "one-group":
+        kind = "rows"
     return seen.found(
-        "own-gradient" if first.all_get_one else "not-the-mean",
-        seen.line,
+        name,
+        line,
         kind=kind,
         sure=len(seen.bad) == len(seen.updates),
-        rows=_rows_text(first),
+        rows="; ".join(f"rank {rank} gets {text}" for rank, text in enumerate(first.texts)),
         lost=lost,
+        what=evidence.of_its_group,
+        groups=evidence.inside_text,
     )
-
-
-def _rows_text(update: Update) -> str:
-    return "; ".join(f"rank {rank} gets {text}" for rank, text in enumerate(update.texts))
 
 
 def _ends_equal(update: Update) -> bool:
@@ -533,70 +502,63 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
     """
     first = seen.updates[0]
     size = first.size
-    tolerance = 10 * first.tolerance
     losses = _losses(seen.recording, seen.updates)
     micro = first.records[0].micro
-    by_micro_batches = micro > 1 and _near(total * micro, tolerance)  # a sum divided by hand
-    if by_micro_batches or _near(total * losses.weight, tolerance):
+    by_micro_batches = micro > 1 and near(total * micro, 1)  # a sum divided by hand
+    if by_micro_batches or near(total * losses.weight, 1):
         return Right("the losses' scale and the exchange together give the mean of all samples")
-    added_up = _near(total / size, tolerance)
-    if added_up and losses.are_means:
+    shown = multiple(total, size, groups=first.evidence.groups)
+    pattern = judge(shown).pattern
+    if pattern == "sum" and losses.are_means:
         return seen.found("sum-not-mean", line, sure=losses.weight > 0, total=total)
-    twice = _near(total * size, tolerance)
-    if twice and (uses_ddp(seen.recording) or size > 2):
+    if pattern == "twice" and (uses_ddp(seen.recording) or size > 2):
         return seen.found("averaged-twice", line, kind="ranks", total=total)
-    by_groups = _divided_by_groups(seen, line, total=total)
-    if by_groups is not None and losses.are_means:
-        return by_groups
-    literal = _literal_divisor(seen, line, total=total, twice=twice)
-    if literal is not None and by_groups is None:
+    by_groups = pattern in ("by a group", "twice by a group")
+    if by_groups and losses.are_means:
+        return _divided_by_groups(seen, line, shown)
+    literal = _literal_divisor(seen, line, shown)
+    if literal is not None and not by_groups:
         return literal
     text = (
         f"gradients: the optimiser gets {total:.3f} times the mean of the {size} ranks' gradients,"
         f" on all ranks and in all {len(seen.updates)} steps"
     )
-    if added_up or by_groups is not None:
+    if pattern == "sum" or by_groups:
         text += "; what the losses are divided by was not seen"
     return Unknown(text)
 
 
-def _divided_by_groups(seen: _Seen, line: CodeLine | None, *, total: float) -> Finding | None:
+def _divided_by_groups(seen: _Seen, line: CodeLine | None, shown: Evidence) -> Finding:
     """Return that sizes of groups are what the sum is divided by, or is divided by once more."""
-    size = seen.updates[0].size
-    tolerance = 10 * seen.updates[0].tolerance
-    of_some = groups(seen.recording)
-    again = group_sizes(1 / total, of_some, tolerance)
-    if len(again) == 1:
-        return seen.found("averaged-twice", line, kind="group", total=total, divisor=again[0])
-    divisors = group_sizes(size / total, of_some, tolerance)
-    if not divisors:
-        return None
-    divisor = f"{divisors[0]}, the size of a group"
-    sure = len(divisors) == 1  # two sizes may as well be a number that stands in the script
+    total = shown.factor
+    if judge(shown).finding == "averaged-twice":
+        (size,) = shown.group_sizes(1 / total)
+        return seen.found("averaged-twice", line, kind="group", total=total, divisor=size)
+    sizes = shown.group_sizes(shown.divisor)
+    divisor = f"{sizes[0]}, the size of a group"
+    sure = len(sizes) == 1  # two sizes may as well be a number that stands in the script
     if not sure:
-        divisor = f"{divisors[0]} and again by {divisors[1]}, sizes of groups"
+        divisor = f"{sizes[0]} and again by {sizes[1]}, sizes of groups"
     return seen.found("group-divisor", line, sure=sure, total=total, divisor=divisor)
 
 
-def _literal_divisor(
-    seen: _Seen, line: CodeLine | None, *, total: float, twice: bool
-) -> Finding | None:
-    """Return that the gradients are divided by a whole number from 2 to 16; None if they are not.
+def _literal_divisor(seen: _Seen, line: CodeLine | None, shown: Evidence) -> Finding | None:
+    """Return that the gradients are divided by a whole number; None if they are not.
 
-    twice : the number may also be that of the two ranks, by which the mean is divided once more.
+    On two ranks it may also be their number, by which the mean is divided once more.
     """
+    total = shown.factor
+    of = "sum"
+    divisor = shown.divisor
     if uses_ddp(seen.recording):  # which has averaged before the script divides
         of = "mean"
         divisor = 1 / total
-    else:
-        of = "sum"
-        divisor = seen.updates[0].size / total
-    whole = round(divisor)
-    if not (1 < whole <= 16 and _near(divisor / whole, 10 * seen.updates[0].tolerance)):
+    if not shown.is_whole(divisor):
         return None
-    shown = f"{whole} (or by 2 and by 2 again)" if twice else f"{whole}"
+    twice = near(total * shown.size, 1)
+    text = f"{divisor:.0f} (or by 2 and by 2 again)" if twice else f"{divisor:.0f}"
     return seen.found(
-        "literal-divisor", line, sure=not twice, compare=total, total=total, of=of, divisor=shown
+        "literal-divisor", line, sure=not twice, compare=total, total=total, of=of, divisor=text
     )
 
 

@@ -1,16 +1,18 @@
 """Lessons 3 and 5: the mean over all ranks in every gradient, in a training that uses it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.profiling.comm_trace import MessageRecorder
-from lab.learn.causes import GradientPart, cause_of, parts_of, told
+from lab.evidence import Evidence
+from lab.learn.causes import cause_of, ends_with, parts_of, told
 from lab.learn.program import KEPT_STEPS, run_program
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 from lab.learn.verdict import judge_ranks
@@ -208,13 +210,14 @@ def _problem_of(
     return cause or cause_of(parts, exchanged=found.exchanged)
 
 
-def _wrong_chunk(parts: Sequence[GradientPart], halfway: Tensor, before: Tensor) -> str | None:
+def _wrong_chunk(parts: Mapping[str, Evidence], halfway: Tensor, before: Tensor) -> str | None:
     """Say which of a ring's loops has a wrong chunk; None if all chunks are right, or wrong alike.
 
     halfway : see ``Averaged``. Then rank r should hold the sum in chunk r + 1.
     """
-    wrong = [part for part in parts if not part.right]
-    alike = all(torch.allclose(part.matrix, parts[0].matrix, atol=1e-6) for part in parts)
+    wrong = {name: part for name, part in parts.items() if not part.right}
+    matrices = [part.weights for part in parts.values()]
+    alike = all(np.allclose(matrix, matrices[0], atol=1e-6) for matrix in matrices)
     if not wrong or alike:
         return None
     size = len(parts)
@@ -225,4 +228,4 @@ def _wrong_chunk(parts: Sequence[GradientPart], halfway: Tensor, before: Tensor)
         if not torch.allclose(numbers.tensor_split(size)[complete], sums[complete]):
             loop = "the first loop sends a wrong chunk or adds to one"
     cure = "Follow one chunk through the page's table."
-    return told("not-the-mean", loop, wrong[0].evidence(), cure)
+    return told("not-the-mean", loop, ends_with(*next(iter(wrong.items()))), cure)

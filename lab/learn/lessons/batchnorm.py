@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from common.errors import count
-from lab.learn.causes import shares_of
+from common.say import count
+from lab.evidence import explain, near
 from lab.learn.lessons.sync_batchnorm import check_sums, check_vgg11
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile, shown
 
 VALUES = ([1.0, 3.0, 5.0, 11.0], [1.0, 3.0], [1.0, 1.001], [2.0, 2.0])
 SHARDS = 4
-_EQUAL = 1e-9
 
 
 def check(student: StudentFile, say: Say) -> float:
@@ -114,29 +113,29 @@ def _wrong_shards(found: Any, own: Tensor) -> str | None:
     own : each shard's own gradient, of shape (shards, n).
     """
     shards = len(own)
-    true = own.mean(0)
     call = f"gradient_of_shards(model, images, labels, {shards})"
     if not isinstance(found, list) or not all(isinstance(part, Tensor) for part in found):
         return f"{call} returns {shown(found)}, and must return the list of gradients"
     flat = torch.cat([part.flatten() for part in found])
-    if (flat - true).norm() <= _EQUAL * true.norm():
+    evidence = explain(own.numpy(), flat.expand(shards, -1).numpy())
+    if evidence.right:
         return None
     told = f"with {count(shards, 'shard')} it differs from the mean gradient of as many ranks"
-    if not flat.any():
+    times = evidence.factor
+    if times == 0:
         return (
             f"{told}: it is zero, nothing was added. Change `gradient` itself, with +=: a new "
             "tensor is lost when the loop goes on"
         )
-    shares = shares_of(flat, own)
-    if shares is None:
+    if not evidence.same_sum:
         return f"{told}: add each shard's own gradient, divided by `shards`"
-    times = float(shares.sum())
-    if not torch.allclose(shares, shares[0]):
-        parts = " + ".join(f"{share:z.3g} g{shard}" for shard, share in enumerate(shares.tolist()))
+    if np.isnan(times):
+        shares = evidence.shares.round(9) + 0.0  # which makes 0 of -0
+        parts = " + ".join(f"{share:.3g} g{shard}" for shard, share in enumerate(shares))
         return (
             f"{told}: it is {parts}, where g0 is the first shard's. Add to what is there, with +="
         )
-    if abs(times - shards) < _EQUAL * shards:
+    if near(times, shards):
         return f"{told}: it is the sum, {times:.3g} times the mean. Divide each part by `shards`"
     return f"{told}: it is {times:.3g} times the mean. Divide each part by `shards`, once"
 

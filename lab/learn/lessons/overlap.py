@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from common.errors import GroupError, UserError
 from common.profiling.comm_trace import MessageRecorder
-from lab.learn.causes import GradientPart, cause_of, parts_of, told
+from lab.evidence import Evidence, near
+from lab.learn.causes import cause_of, ends_with, parts_of, told
 from lab.learn.lessons.nodes import run_on_nodes, run_on_ranks
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
@@ -97,17 +98,15 @@ def _check_gradients(found: Sequence[TwoSteps]) -> None:
             raise Mistake(f"on {size} ranks {cause}")
 
 
-def _not_awaited(parts: Sequence[GradientPart]) -> str | None:
+def _not_awaited(parts: Mapping[str, Evidence]) -> str | None:
     """Say whether a rank divides its own gradient, before those of the others have arrived."""
-    for part in parts:
-        own = torch.eye(part.size) / part.size
-        if any(
-            torch.allclose(row, right) for row, right in zip(part.matrix.float(), own, strict=True)
-        ):
+    for name, part in parts.items():
+        alone = [source.factor for source in part.sources if source.gradient == "its own"]
+        if any(near(factor, 1 / part.size) for factor in alone):
             return told(
                 "own-gradient",
                 "a bucket is divided and copied back before its sum has arrived",
-                part.evidence(),
+                ends_with(name, part),
                 "Wait for each bucket's work in `finish`, before you divide.",
             )
     return None

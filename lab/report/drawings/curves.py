@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from common.errors import count
+from common.say import count
 from lab.plot_style import (
     DASHES,
     INK,

@@ -27,7 +27,7 @@ def cause(*shares, exchanged=True):
         ([[1] * 3] * 3, "sum-not-mean", "3.000 times the mean on 3 ranks"),
         ([[1 / 2] * 3] * 3, "literal-divisor", "divided by 2"),
         ([[1 / 9] * 3] * 3, "averaged-twice", "0.333 times the mean"),
-        ([[0.21] * 3] * 3, "not-the-mean", "a wrong number"),
+        ([[0.21] * 3] * 3, "not-the-mean", "by a wrong number"),
         ([[0] * 3] * 3, "not-the-mean", "zero"),
         (OWN, "own-gradient", "a copy"),
         ([[1, 0, 0]] * 3, "own-gradient", "every rank gets rank 0's"),
@@ -68,7 +68,7 @@ def test_a_part_that_keeps_its_own_gradient_is_left_out():
 def test_what_is_no_sum_of_the_gradients_is_said_to_be_none():
     before = torch.randn(3, 20, dtype=torch.float64)
     after = before.mean(0).roll(1).expand(3, 20)
-    assert "no sum of the ranks' gradients" in cause_of(parts_of(after, before, LENGTHS))
+    assert "no weighted sum of the ranks' gradients" in cause_of(parts_of(after, before, LENGTHS))
 
 
 def test_three_ranks_come_first_since_on_two_many_causes_look_alike():

@@ -68,7 +68,7 @@ def test_the_page_says_which_ranks_shared_a_node_once_for_each_layout():
         for rank in run.ranks:
             rank.host, rank.node = "box", rank.rank // 2
     text = page(data)
-    assert text.count("ranks 0-1 on node 0 (box), ranks 2-3 on node 1 (box)") == 1
+    assert text.count("ranks 0-1 on node 0 (box); ranks 2-3 on node 1 (box)") == 1
     assert "1 node" not in text
 
 

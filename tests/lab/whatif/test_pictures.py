@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import lab.whatif
+from common.say import duration_text
 from lab.plot_style import SECTIONS
-from lab.predict.readable import duration_text
 from tests.helpers.browser import (
     needs_browser,
     overlapping,
