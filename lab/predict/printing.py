@@ -28,6 +28,7 @@ from lab.predict.cluster import TypicalCluster
 from lab.predict.event_model import HEADERS, LARGEST_NODES
 from lab.predict.scaling import ScalingLimit, most_nodes
 from lab.predict.scenario import Scenario
+from lab.predict.sentences import sentence
 from lab.predict.tables import PURCHASES, PredictedStep, main_step
 
 _WIDTH = 110  # of a file or a pipe
@@ -196,18 +197,20 @@ def answer(steps: Sequence[PredictedStep], scenario: Scenario) -> str:
     if step is None:
         return ""
     typical = step.prediction.step_seconds
-    seconds = duration_text(typical)
-    certain = range_text(step.low_seconds, step.high_seconds, typical=typical)
     sentences = [
-        f"{step.sync} on {count(step.nodes, 'node')} takes {seconds} a step (80 %: {certain}).",
+        sentence(
+            "step",
+            strategy=step.sync,
+            nodes=count(step.nodes, "node"),
+            seconds=duration_text(typical),
+            range=range_text(step.low_seconds, step.high_seconds, typical=typical),
+        ),
         _purchases_text(step, _purchases(step, scenario)),
-        f"No network can bring more than {factor_text(step.gains['no messages'])} times the speed.",
+        sentence("no_messages", factor=factor_text(step.gains["no messages"])),
     ]
     if scenario.scaling == "weak" and 2 * step.nodes <= LARGEST_NODES:
-        sentences.append(
-            f"{2 * step.nodes:,} nodes would train {factor_text(step.gains['nodes'])} times the "
-            "samples a second, in global batches twice as large."
-        )
+        nodes, factor = f"{2 * step.nodes:,}", factor_text(step.gains["nodes"])
+        sentences.append(sentence("weak_nodes", nodes=nodes, factor=factor))
     return " ".join(sentences)
 
 
@@ -236,39 +239,48 @@ def _best_purchases(step: PredictedStep, purchases: Sequence[str]) -> list[str]:
 def _purchases_text(step: PredictedStep, purchases: Sequence[str]) -> str:
     """Return what each purchase would bring, the best one first, as a sentence."""
     in_turn = sorted(purchases, key=lambda change: -step.gains[change])
-    name_of = {change: _NAMES[change](step) for change in purchases}
+    name_of = {change: _purchase_text(step, change) for change in purchases}
     gain_of = {change: factor_text(step.gains[change]) for change in purchases}
     best, *rivals = _best_purchases(step, purchases)
     if rivals:
         [rival] = rivals
-        first = (
-            f"what brings more is not decided: {name_of[best]} {gain_of[best]} times the speed "
-            f"{_gain_range(step, best)}, or {name_of[rival]} {gain_of[rival]} "
-            f"{_gain_range(step, rival)}"
+        first = sentence(
+            "open",
+            best=name_of[best],
+            factor=gain_of[best],
+            range=_gain_range(step, best),
+            rival=name_of[rival],
+            rival_factor=gain_of[rival],
+            rival_range=_gain_range(step, rival),
         )
     elif step.gains[best] < 1 + LITTLE:
         each = ", ".join(f"{name_of[change]} {gain_of[change]}" for change in in_turn)
-        return f"Nothing would bring much: {each} times the speed."
+        return sentence("nothing", each=each)
     else:
-        first = f"{name_of[best]} would bring most: {gain_of[best]} times the speed"
+        first = sentence("most", best=name_of[best], factor=gain_of[best])
     others = [change for change in in_turn if change not in (best, *rivals)]
-    effects = [f"{name_of[change]} {_effect(step.gains[change])}" for change in others]
+    effects = [_effect(name_of[change], step.gains[change]) for change in others]
     text = "; ".join([first, *effects])
     return f"{text[0].upper()}{text[1:]}."
 
 
+def _purchase_text(step: PredictedStep, change: str) -> str:
+    return sentence(change, doubled=f"{2 * step.nodes:,}", nodes=f"{step.nodes:,}")
+
+
 def _gain_range(step: PredictedStep, change: str) -> str:
-    low, high = step.gain_ranges[change]
-    return f"(80 %: {factor_text(low)} to {factor_text(high)})"
+    low, high = map(factor_text, step.gain_ranges[change])
+    return sentence("factors", low=low, high=high)
 
 
-def _effect(gain: float) -> str:
+def _effect(change: str, gain: float) -> str:
     """Return what a change does that is not the best one."""
+    size = "more"
     if gain < 1 - LITTLE / 2:
-        return f"would make it slower ({factor_text(gain)})"
-    if gain < 1 + LITTLE:
-        return f"would bring almost nothing ({factor_text(gain)})"
-    return f"would bring {factor_text(gain)} times"
+        size = "slower"
+    elif gain < 1 + LITTLE:
+        size = "little"
+    return sentence(size, change=change, factor=factor_text(gain))
 
 
 def _closing_lines(
@@ -519,12 +531,6 @@ def _interval(step: PredictedStep) -> str:
 def _efficiency(value: float) -> str:
     return percent(value, 1) if value >= 0.001 else "<0.1 %"
 
-
-_NAMES: dict[str, Callable[[PredictedStep], str]] = {
-    "network": lambda step: "a network twice as fast",
-    "compute": lambda step: "processors twice as fast",
-    "nodes": lambda step: f"{2 * step.nodes:,} nodes instead of {step.nodes:,}",
-}
 
 # The columns of the table of steps by their headings, and those that a narrow terminal lacks, in
 # this order: --json has them all.
