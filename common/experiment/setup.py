@@ -35,7 +35,7 @@ from common.training_engine.amp import precision_name
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.utils.environment import environment
 from common.utils.hashing import digest
-from common.utils.source_hash import code_facts, step_digest
+from common.utils.source_hash import code_facts
 from common.utils.system import usable_cores
 
 
@@ -154,7 +154,7 @@ def write_settings(setup: Setup, folder: RunFolder) -> None:
             **asdict(setup.plan),
         }
         folder.write_json("config.json", settings)
-        folder.write_json("environment.json", environment() | {"step_code": step_digest()})
+        folder.write_json("environment.json", environment())
         if setup.profile is not None:
             folder.write_json("profile.json", setup.profile.as_json())
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from common.say import listed
 
 _COMMON = Path(__file__).resolve().parents[1]
-_STEP = ("torch", *(f"common/{name}" for name in ("data/", "models/", "training")))
-"""What decides the numbers of a step, its strategy aside: the start of paths, and torch."""
 
 
 def code_facts(*more: str) -> dict[str, str]:
@@ -34,12 +32,6 @@ def code_differences(mine: Mapping[str, str], others: Mapping[str, str]) -> str:
 def code_digest() -> str:
     """Return 12 hex digits of a SHA-256 over ``source_digests``."""
     return hashlib.sha256(repr(source_digests()).encode()).hexdigest()[:12]
-
-
-def step_digest() -> str:
-    """Return a digest of the code that decides the numbers of a step, its strategy aside."""
-    facts = {name: fact for name, fact in code_facts().items() if name.startswith(_STEP)}
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 def source_digests(*more: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from common.say import percent
 from common.sync.memory_cost import KINDS, Memory
 from lab.report.causes import Gap
-from lab.report.equality import wrong_rows
+from lab.report.claims import wrong_rows
 from lab.report.losses import loss_table
 from lab.report.view import (
     NOTHING,

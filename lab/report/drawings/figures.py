@@ -26,7 +26,7 @@ from lab.plot_style import (
     section_style,
     title,
 )
-from lab.report.equality import wrong_rows
+from lab.report.claims import wrong_rows
 from lab.report.view import CellRow, ComparisonGroup, seconds_text
 from lab.strategy_style import color
 
