@@ -2,13 +2,12 @@
 
 ``file_errors`` turns what the system or a parser says about a file into such an error, and the
 command line prints what ``explain`` makes of it. ``first_line`` and ``reason_of`` shorten other
-libraries' errors; ``count`` and ``ranks_text`` write numbers with their noun, ``first_of`` some of
-many names, and ``print_to_stderr`` prints a line.
+libraries' errors, and ``print_to_stderr`` prints a line.
 """
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -36,30 +35,6 @@ def print_to_stderr(line: str) -> None:
     """
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
-
-
-def count(number: int, noun: str) -> str:
-    """Return "1 rank", "2 ranks", "0 ranks"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 0, 1 and 2", or the first eight and how many more there are."""
-    if not ranks:
-        return "no rank"
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 8:
-        return f"ranks {first_of(ranks)}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def first_of(names: Sequence[object], most: int = 8) -> str:
-    """Return at most ``most`` names with commas between, and how many more there are."""
-    text = ", ".join(map(str, names[:most]))
-    if len(names) > most:
-        text += f" and {len(names) - most} more"
-    return text
 
 
 def first_line(error: BaseException) -> str:

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from common.distributed.spawn import rank_commands, run_local_ranks
 from common.reporting.run_files import RunSummary
+from common.say import minutes_text, percent
 from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
-from common.utils.progress import duration
 from common.utils.system import free_port
 from common.utils.typed_json import read_json
 
@@ -51,8 +51,8 @@ def main() -> int:
         results.append(summary)
     show(results)
     console.print(
-        f"\nThe demo took {duration(time.perf_counter() - began)}. With --dataset cifar10 the same "
-        "four commands train on CIFAR-10; README.md shows how to start them on real nodes.",
+        f"\nThe demo took {minutes_text(time.perf_counter() - began)}. With --dataset cifar10 the "
+        "same four commands train on CIFAR-10; README.md shows how to start them on real nodes.",
         soft_wrap=True,
     )
     return 0
@@ -112,7 +112,7 @@ def show(results: Sequence[RunSummary]) -> None:
             str(result.nodes),
             f"{result.step_seconds or 0.0:.3f}",
             exposed,
-            f"{100 * (result.test_accuracy or 0.0):.1f} %",
+            f"{percent(result.test_accuracy or 0.0, 1)}",
             equal,
         )
     console.print()

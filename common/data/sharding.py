@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import UserError, count
+from common.errors import UserError
+from common.say import count
 
 # BatchNorm needs two values a channel in training, and after VGG's last pooling a sample has one.
 _MIN_SAMPLES_PER_MICRO_BATCH = 2

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from common.checkpoint import load_checkpoint, read_saved
 from common.distributed.process_group import World
-from common.errors import GroupError, UserError, explain, first_line, ranks_text, reason_of
+from common.errors import GroupError, UserError, explain, first_line, reason_of
+from common.say import ranks_text
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from common.utils.hashing import digest

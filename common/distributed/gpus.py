@@ -18,7 +18,8 @@ from common.distributed.node_identity import (
     node_identity,
     plain_name,
 )
-from common.errors import UserError, count, ranks_text
+from common.errors import UserError
+from common.say import count, ranks_text
 from common.utils.environment import setting
 from common.utils.grouping import grouped
 from common.utils.typed_json import Count, Rank, Ranks, Text

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import psutil
 
 from common.errors import UserError
+from common.say import listed
 from common.utils.environment import (
     DEFAULT_MASTER_PORT,
     TorchrunVariables,
@@ -121,7 +122,7 @@ def _incomplete(flags: Mapping[str, str | int | None]) -> UserError:
     given = [flag for flag, value in flags.items() if value is not None]
     missing = [flag for flag in flags if flag not in given]
     return UserError(
-        f"{', '.join(given)} given without {' and '.join(missing)}: give --master-ip, "
+        f"{listed(given)} given without {listed(missing)}: give --master-ip, "
         "--num-nodes and --rank together, for example --master-ip 10.0.0.1 --num-nodes 4 "
         "--rank 0; or --distributed --world-size 4 for all ranks on this machine"
     )

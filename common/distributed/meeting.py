@@ -32,14 +32,8 @@ import torch.distributed as dist
 from common.distributed.gpus import JobGPUs, Peer, compare_gpus, this_peer, visible_gpus
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.node_identity import layout_of, node_numbers
-from common.errors import (
-    GroupError,
-    UserError,
-    count,
-    first_line,
-    print_to_stderr,
-    ranks_text,
-)
+from common.errors import GroupError, UserError, first_line, print_to_stderr
+from common.say import count, ranks_text
 from common.utils.environment import RUN_TOKEN
 from common.utils.network import (
     is_own,

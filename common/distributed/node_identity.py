@@ -8,10 +8,9 @@ import os
 import re
 import socket
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
 from operator import ne
 
-from common.errors import count, first_of
+from common.say import count, listed, spans
 from common.utils.grouping import grouped
 from common.utils.system import lines_of
 
@@ -72,8 +71,11 @@ def ring_crossings(layout: Sequence[Sequence[int]]) -> int:
     return sum(map(ne, numbers, of_next_rank))
 
 
+_MOST_NAMED = 8
+
+
 def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
-    """Return "2 nodes: ranks 0-1 on hostA, ranks 2-3 on hostB"; hosts : of every rank.
+    """Return "2 nodes: ranks 0-1 on hostA; ranks 2-3 on hostB"; hosts : of every rank.
 
     Emulated nodes, which have one host name, also get their numbers.
     """
@@ -82,18 +84,8 @@ def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
     places = []
     for node, ranks in enumerate(layout):
         name = f"node {node} ({names[node]})" if ambiguous else names[node]
-        places.append(f"{_spans(ranks)} on {name}")
-    return f"{count(len(layout), 'node')}: {first_of(places)}"
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """Return "rank 4", or "ranks 0-2, 5"."""
-    texts = []
-    begin = ranks[0]
-    for rank, after in pairwise([*ranks, -1]):
-        if after == rank + 1:
-            continue
-        texts.append(f"{begin}-{rank}" if begin < rank else str(rank))
-        begin = after
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {first_of(texts)}"
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        places.append(f"{noun} {listed(spans(ranks), most=_MOST_NAMED)} on {name}")
+    if len(places) > _MOST_NAMED:
+        places[_MOST_NAMED:] = [f"{len(places) - _MOST_NAMED} more"]
+    return f"{count(len(layout), 'node')}: {'; '.join(places)}"

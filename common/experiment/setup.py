@@ -28,13 +28,14 @@ from common.reporting.console import say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
 from common.run_setup import Setup
+from common.say import listed
 from common.sync import build_message_plan_from, strategy_class
 from common.training_engine import TrainingEngine, Validator
 from common.training_engine.amp import precision_name
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.utils.environment import environment
 from common.utils.hashing import digest
-from common.utils.source_hash import code_facts, step_digest
+from common.utils.source_hash import code_facts
 from common.utils.system import usable_cores
 
 
@@ -121,7 +122,7 @@ def _refuse_mirror_images(config: Config, name: str) -> None:
     if config.tta == "flip":
         asked.append("--tta flip")
     if asked:
-        flags = " and ".join(asked)
+        flags = listed(asked)
         raise UserError(
             f"{flags}: a mirrored image of {name} may belong to no class. Leave {flags} out"
         )
@@ -153,7 +154,7 @@ def write_settings(setup: Setup, folder: RunFolder) -> None:
             **asdict(setup.plan),
         }
         folder.write_json("config.json", settings)
-        folder.write_json("environment.json", environment() | {"step_code": step_digest()})
+        folder.write_json("environment.json", environment())
         if setup.profile is not None:
             folder.write_json("profile.json", setup.profile.as_json())
 

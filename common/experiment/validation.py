@@ -11,8 +11,8 @@ from common.distributed.collectives import gather_tensors
 from common.models import PRETRAINED
 from common.reporting.console import Progress, say
 from common.run_setup import Setup
+from common.say import minutes_text
 from common.training_engine import Predictions, StepRecord, TrainingEngine, predict
-from common.utils.progress import duration
 
 
 class CountedLoader:
@@ -63,7 +63,7 @@ def predict_test_set(
         passes = len(models) * (2 if flip else 1)
         seconds = _forward_seconds(steps, images=len(loader.ids) * passes)
         if seconds is not None:
-            what += f" takes about {duration(seconds)}: --measure-only leaves it out"
+            what += f" takes about {minutes_text(seconds)}: --measure-only leaves it out"
         say(f"evaluating {what}")
     return [_predict_all(model, loader, engine, flip=flip) for model in models]
 

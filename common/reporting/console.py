@@ -13,11 +13,11 @@ from rich.table import Table
 from torch import Tensor
 
 from common.errors import UserError, reason_of
+from common.say import minutes_text
 from common.training_engine import StepRecord
 from common.utils.progress import (
     SECONDS_BETWEEN_LINES,
     console,
-    duration,
     progress_bar,
     show_progress,
 )
@@ -97,7 +97,7 @@ class Progress:
 
     def _say(self, record: StepRecord, numbers: str, pace: float) -> None:
         """Print the line of a step. pace : seconds of a step."""
-        left = duration((self._total - record.step) * pace)
+        left = minutes_text((self._total - record.step) * pace)
         say(f"epoch {record.epoch}  step {record.step}/{self._total}  {numbers}  {left} left")
 
     def _has_line(self, step: int) -> bool:

@@ -6,10 +6,10 @@ from torch import nn
 from common.config.recipes import find_recipe, read_recipe
 from common.config.schema import flag, settings
 from common.data import DATASETS
-from common.errors import count
 from common.reporting.console import say
 from common.reporting.run_folder import RunFolder
 from common.run_setup import Setup
+from common.say import count, listed
 from common.training import get_model_parameters
 from common.training_engine.amp import precision_name
 from common.training_plan import TrainingPlan
@@ -171,6 +171,6 @@ def _recipes_meant(setup: Setup) -> list[str]:
     )
     return [
         f"this trains {config.model} for {count(config.epochs, 'epoch')}. If you know "
-        f"{' and '.join(flags)} from the script of another network, add --recipe {recipe}"
+        f"{listed(flags)} from the script of another network, add --recipe {recipe}"
         for recipe, flags in given.items()
     ]

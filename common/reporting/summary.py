@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from common.errors import count
 from common.evaluation import MEAN_OVER_SAMPLES, generate_eval_report
 from common.profiling.records import SECTIONS
 from common.reporting.console import card, say
@@ -17,6 +16,7 @@ from common.reporting.rank_stats import peak_gpu_memory_bytes
 from common.reporting.run_files import RanksFile, RunSummary, shared_nodes
 from common.reporting.run_logger import RunLogger
 from common.run_setup import Setup
+from common.say import bytes_text, count, percent
 from common.sync.memory_cost import KINDS, Memory
 from common.training_engine import Predictions, TrainingEngine
 from common.utils.environment import peak_memory_bytes
@@ -109,7 +109,7 @@ def _draw(setup: Setup, run_logger: RunLogger, result: Mapping[str, Any]) -> Non
         folder.path / "confusion_matrix.png",
         matrix=result["confusion_matrix"],
         class_names=setup.dataset.class_names,
-        title=f"{title}: accuracy {100 * result['accuracy']:.1f} %",
+        title=f"{title}: accuracy {percent(result['accuracy'], 1)}",
     )
     if run_logger.history:
         draw_loss(
@@ -200,12 +200,12 @@ def _card_rows(
     rows["wall time"] = f"{summary.wall_seconds:.1f} s, with start-up and evaluation"
     rows |= unusual_methods(setup)
     if summary.peak_gpu_memory_bytes:
-        rows["GPU memory"] = f"{summary.peak_gpu_memory_bytes / 1e9:.2f} GB at most, on rank 0"
+        rows["GPU memory"] = f"{bytes_text(summary.peak_gpu_memory_bytes)} at most, on rank 0"
     if summary.test_accuracy is not None:
         rows["test accuracy"] = _accuracy_text(setup, summary.test_accuracy)
         rows["test loss"] = f"{summary.test_loss:.3f}"
     if summary.ema_test_accuracy is not None:
-        rows["EMA accuracy"] = f"{100 * summary.ema_test_accuracy:.2f} %, averaged weights"
+        rows["EMA accuracy"] = f"{percent(summary.ema_test_accuracy, 2)}, averaged weights"
     if run_logger.memory:
         rows["tensors"] = memory_text(run_logger.memory)
     if summary.compile_seconds:
@@ -237,16 +237,16 @@ def _sync_text(summary: RunSummary) -> str:
     if summary.section_seconds is None or summary.sync_share is None:
         return "-"
     return (
-        f"{summary.section_seconds['sync']:.3f} s ({100 * summary.sync_share:.0f} % of a step), of "
+        f"{summary.section_seconds['sync']:.3f} s ({percent(summary.sync_share)} of a step), of "
         f"which {summary.wait_seconds:.3f} s waiting for slower ranks"
     )
 
 
 def _accuracy_text(setup: Setup, accuracy: float) -> str:
-    text = f"{100 * accuracy:.2f} % of {len(setup.dataset.test):,} images"
+    text = f"{percent(accuracy, 2)} of {len(setup.dataset.test):,} images"
     chance = 1 / len(setup.dataset.class_names)
     if accuracy < _NEAR_CHANCE * chance:
-        text += f", near chance ({100 * chance:.0f} %)"
+        text += f", near chance ({percent(chance)})"
     return text
 
 

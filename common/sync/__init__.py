@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
+from common.say import listed
 from common.sync.plans.base import MessagePlan, Option, lacks_memory
 from common.utils import registry
 
@@ -260,14 +261,9 @@ def strategy_options() -> dict[str, Option]:
                 found[option.name] = replace(known, default=None)
     in_order = sorted(found.values(), key=lambda option: option.kind is int)  # counts come last
     return {
-        option.name: replace(option, help=f"for {_listed(takers[option.name])}: {option.help}")
+        option.name: replace(option, help=f"for {listed(takers[option.name])}: {option.help}")
         for option in in_order
     }
-
-
-def _listed(names: list[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def is_exact(name: str) -> bool:

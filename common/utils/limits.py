@@ -12,6 +12,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from common.say import listed
+
 MOST_INT = 2**31 - 1  # what C++ takes
 Whole = Annotated[int, Meta(ge=0, le=MOST_INT)]
 Positive = Annotated[int, Meta(ge=1, le=MOST_INT)]
@@ -59,7 +61,7 @@ def what_to_give(value: Any, annotation: Any) -> str | None:
     is_huge = isinstance(value, int) and value > MOST_INT
     if meta.le is not None and (is_huge or meta.le != MOST_INT):
         limits.append(f"at most {meta.le}")
-    return f"give {_EXPECTED[kind]} {' and '.join(limits)}".strip()
+    return f"give {_EXPECTED[kind]} {listed(limits)}".strip()
 
 
 def _fits(value: Any, kind: type, meta: Meta) -> bool:

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from common.say import minutes_text
+
 SECONDS_BETWEEN_LINES = 10.0
 
 console = Console(highlight=False, soft_wrap=True)
@@ -62,7 +64,7 @@ def show_progress(
             printed = now
             text = f"{title}: {done:,} {unit}"
             if total and done:
-                left = duration((total - done) * (now - began) / done)
+                left = minutes_text((total - done) * (now - began) / done)
                 text = f"{title}: {done:,} of {total:,} {unit}, {left} left"
             console.print(text, markup=False)
 
@@ -72,12 +74,3 @@ def show_progress(
             yield show
         finally:
             shown.remove_task(task)
-
-
-def duration(seconds: float) -> str:
-    """Return a time for a person: "4 s", "2 min 05 s", "3 h 12 min"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from common.errors import first_of
+from common.say import listed
 
 _COMMON = Path(__file__).resolve().parents[1]
-_STEP = ("torch", *(f"common/{name}" for name in ("data/", "models/", "training")))
-"""What decides the numbers of a step, its strategy aside: the start of paths, and torch."""
 
 
 def code_facts(*more: str) -> dict[str, str]:
@@ -28,18 +26,12 @@ def code_differences(mine: Mapping[str, str], others: Mapping[str, str]) -> str:
     described = []
     for name in differing:
         described.append(name if "/" in name else f"{name} {mine.get(name)}")
-    return first_of(described, 3)
+    return listed(described, most=3)
 
 
 def code_digest() -> str:
     """Return 12 hex digits of a SHA-256 over ``source_digests``."""
     return hashlib.sha256(repr(source_digests()).encode()).hexdigest()[:12]
-
-
-def step_digest() -> str:
-    """Return a digest of the code that decides the numbers of a step, its strategy aside."""
-    facts = {name: fact for name, fact in code_facts().items() if name.startswith(_STEP)}
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 def source_digests(*more: str) -> dict[str, str]:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from common.errors import UserError, count
+from common.errors import UserError
+from common.say import count, counts
 from lab.audit.cli import CLOCK_STEPS, STEPS, check_flags
 from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
-from lab.audit.findings.finding import Finding, ranks_text
+from lab.audit.findings.finding import Finding
 from lab.audit.findings.private import shared_part
 from lab.audit.findings.where import groups
 from lab.audit.isolation import RunNetwork, record_folder, run_network
@@ -203,7 +204,7 @@ def _remarks(command: AuditCommand, runs: Sequence[AuditRun], asked: Sequence[in
     skipped = set(asked) - {run.size for run in runs}
     if command.takes_size and skipped:
         remarks.append(
-            f"Not run on {ranks_text(skipped)}, because it did not run to the end before."
+            f"Not run on {counts(skipped, 'rank')}, because it did not run to the end before."
         )
     in_groups = any(groups(run.recording) for run in runs)
     if in_groups and max(run.recording.size for run in runs) < _SEVERAL_GROUPS:

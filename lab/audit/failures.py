@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from common.errors import count
+from common.say import count
 from common.utils.typed_json import without_colours
 from lab.audit.probe.state import belongs_to
 from lab.audit.recording import RankRecords

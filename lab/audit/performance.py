@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from common.errors import UserError
+from common.say import rate_text
 from common.sync.message_cost import GradientSize, sent_bytes
 from common.utils.system import usable_cores
 from lab.audit.recording import RankRecords, Recording
@@ -247,7 +248,7 @@ def _predict(
         predicted.append(
             StrategyStep(name, step.step_seconds, step.sync_seconds, step.bytes_sent_others)
         )
-    links = "loopback" if rate_bits is None else f"links of {rate_bits / 1e6:,.0f} Mbit/s"
+    links = "loopback" if rate_bits is None else f"links of {rate_text(rate_bits)}"
     source = f"{links} as calibrated on {calibration.name}, {calibration.made[:10]}"
     if is_reference:
         source += "; `lab calibrate` measures this machine"

@@ -17,16 +17,15 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from common.errors import count
+from common.say import bytes_text, count, counts, duration_text, percent
 from common.utils.atomic_files import write_atomically
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, label
-from lab.audit.findings.finding import FAULT, Finding, ranks_text
+from lab.audit.findings.finding import FAULT, Finding
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Start, TorchImported
 from lab.audit.result import AuditResult, Failure, in_sentence, titled
-from lab.predict.readable import bytes_text, duration_text
 
 FORMAT = 1
 # Part of each sentence on a failure of the probe, see ``_troubles`` of findings/__init__.py.
@@ -148,7 +147,7 @@ class AuditContent(msgspec.Struct):
     def watched(self) -> str:
         """How many steps of which script were watched, and by what it ran."""
         steps = max((run.steps for run in self.runs), default=0)
-        ran = ranks_text(run.ranks for run in self.runs)
+        ran = counts((run.ranks for run in self.runs), "rank")
         return (
             f"Watched {count(steps, 'step')} on {ran}, with Python {self.versions.python} "
             f"({self.versions.executable}) and torch {self.versions.torch or '(none)'}: "
@@ -286,9 +285,9 @@ def write_json(path: Path, result: AuditResult) -> None:
 def _speed_lines(performance: Performance) -> list[str]:
     """Return the measured step and the predicted ones as sentences."""
     measured = (
-        f"{duration_text(performance.seconds)} a step on {ranks_text([performance.ranks])}; "
+        f"{duration_text(performance.seconds)} a step on {count(performance.ranks, 'rank')}; "
         f"exposed communication {duration_text(performance.exposed_seconds)} "
-        f"({100 * performance.exposed_share:.0f} % of a step); a rank sends "
+        f"({percent(performance.exposed_share)} of a step); a rank sends "
         f"{bytes_text(performance.bytes_sent)} a step"
     )
     if performance.most_bytes_sent > 1.01 * performance.bytes_sent:

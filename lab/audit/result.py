@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lab.audit.findings.finding import FAULT, Finding, ranks_text
+from common.say import counts
+from lab.audit.findings.finding import FAULT, Finding
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Evaluation
@@ -108,7 +109,7 @@ class AuditResult:
         sizes = {recording.size for recording in self.recordings}
         if len(sizes) > 1:
             return "right: no fault was found"
-        return f"right on {ranks_text(sizes)}: no fault was found"  # a literal divisor may hide
+        return f"right on {counts(sizes, 'rank')}: no fault was found"  # a literal divisor may hide
 
 
 def verdict(
@@ -185,4 +186,4 @@ def in_sentence(title: str) -> str:
 
 def titled(title: str, sizes: Sequence[int]) -> str:
     """Return what was found, and on how many ranks."""
-    return f"{title} ({ranks_text(sizes)})" if sizes else title
+    return f"{title} ({counts(sizes, 'rank')})" if sizes else title

@@ -7,7 +7,7 @@ from datetime import datetime
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
-from common.errors import count
+from common.say import count
 from common.sync.message_cost import KINDS
 from lab.calibrate.measurements import (
     GroupMeasurements,

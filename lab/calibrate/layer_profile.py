@@ -14,7 +14,8 @@ from datetime import datetime
 import torch
 
 from common.emulation.compute_profile import Layer, Profile, SectionTime
-from common.errors import UserError, count
+from common.errors import UserError
+from common.say import count, percent
 from common.utils.environment import environment
 from common.utils.progress import console, show_progress
 from common.utils.system import tune_malloc, usable_cores
@@ -80,7 +81,7 @@ def describe_profile(profile: Profile) -> list[str]:
         f"{count(profile.threads, 'thread')}), {count(len(profile.layers), 'layer')}",
         f"  {samples:g} samples: {measured:.3f} s of forward and backward, "
         f"{profile.update_seconds:.3f} s of update",
-        f"  largest error of the profile at a measured batch size: {100 * worst:.0f} %",
+        f"  largest error of the profile at a measured batch size: {percent(worst)}",
         *noise_warning(profile.others_share, "measure"),
     ]
 

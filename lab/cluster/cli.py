@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import INTERRUPTED, UserError, count
+from common.errors import INTERRUPTED, UserError
+from common.say import count
 from common.utils.environment import RUN_TOKEN, setting
 from common.utils.paths import REPORTS, new_folder
 from common.utils.processes import shell_status

@@ -23,7 +23,8 @@ from multiprocessing import Pipe
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
-from common.errors import GroupError, UserError, count
+from common.errors import GroupError, UserError
+from common.say import count
 from common.utils.atomic_files import append_text
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.paths import REPOSITORY

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from msgspec import UNSET
 
-from common.errors import UserError, count
+from common.errors import UserError
+from common.say import count, counts
 from common.sync import BUILT_IN, plan_class
 from common.sync.plans.base import AUTO
 from common.utils.paths import part_command
@@ -110,7 +111,7 @@ def plan_cells(settings: Settings, *, cores: float = math.inf) -> list[Cell]:
     if not cells:
         raise UserError(
             "--sync none runs on one rank only, so there is nothing to compare on "
-            f"{' and '.join(map(str, settings.nodes))} ranks: add a strategy, or 1 to --nodes"
+            f"{counts(settings.nodes, 'rank')}: add a strategy, or 1 to --nodes"
         )
     for cell in cells:
         cell.oversubscribed = cell.ranks > cores

@@ -180,7 +180,7 @@ def add_compare(commands: argparse._SubParsersAction, companion: "Companion") ->
         flags=COMPARE_FLAGS,
         passes_flags=True,
         help="compare strategies: train with each one on each number of ranks, and report which is "
-        "fastest and why, and whether all compute the same; flags after -- go to every run",
+        "fastest and why, and whether ranks get the mean gradient; flags after -- go to every run",
     )
     parser.set_defaults(companion=companion)
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from common.config.schema import DEFAULT_LEARNING_RATE
 from common.emulation.compute_profile import Profile
-from common.errors import UserError, count
+from common.errors import UserError
 from common.profiling.records import StepRecord
 from common.reporting.run_files import TimelineFile
 from common.reporting.run_lock import lock_holder
+from common.say import count, listed
 from common.sync import STRATEGIES
 from common.utils.typed_json import Facts
 from lab.compare.outcomes import read_repeat
@@ -214,7 +215,7 @@ def _cell_of(config: RunConfig) -> Cell:
 
 def _joined(values: Iterable[Any]) -> str:
     """Return the different values as a text, in order of appearance."""
-    return " and ".join(dict.fromkeys(map(str, values)))
+    return listed(dict.fromkeys(map(str, values)))
 
 
 def _one_or_range(numbers: Sequence[int | None]) -> int | str | None:

@@ -28,7 +28,8 @@ from common.config.schema import flag
 from common.config.schema import settings as config_settings
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.spawn import run_local_ranks
-from common.errors import GroupError, UserError, count, file_errors
+from common.errors import GroupError, UserError, file_errors
+from common.say import count, listed, spans
 from common.utils.atomic_files import refuse_links, regular_target, write_atomically
 from common.utils.file_lock import lock_open_file
 from common.utils.grouping import grouped
@@ -182,7 +183,8 @@ def describe_plan(folder: Path, comparison: Comparison) -> list[str]:
     if to_do:
         numbers = grouped((run.nodes, run.number) for run in to_do)
         places = [
-            f"on {count(nodes, 'node')}: {spans(numbers[nodes])}" for nodes in sorted(numbers)
+            f"on {count(nodes, 'node')}: {','.join(spans(numbers[nodes]))}"
+            for nodes in sorted(numbers)
         ]
         summary += f": {'; '.join(places)}"
     lines = [summary]
@@ -207,7 +209,7 @@ def how_to_run(runs: Sequence[Run]) -> str:
     An installed copy of the project has no script for Slurm.
     """
     folder = runs[0].folder.resolve()
-    numbers = spans([run.number for run in runs])
+    numbers = ",".join(spans([run.number for run in runs]))
     if not IN_CHECKOUT:
         return f"{_by_hand(folder)} with K = {numbers}"
     nodes = max(run.nodes for run in runs)
@@ -219,19 +221,6 @@ def how_to_run(runs: Sequence[Run]) -> str:
 def _by_hand(folder: Path) -> str:
     """Return the command that starts run K on each of its nodes."""
     return f"lab run-cell {shlex.quote(str(folder))} --run K --master-ip IP --num-nodes N --rank R"
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as ranges, e.g. "0-3,5"."""
-    # Within a range, numbers rise as fast as their places.
-    ranges = grouped((number - place, number) for place, number in enumerate(numbers))
-    texts = []
-    for members in ranges.values():
-        if len(members) == 1:
-            texts.append(str(members[0]))
-        else:
-            texts.append(f"{members[0]}-{members[-1]}")
-    return ",".join(texts)
 
 
 # --- one run, on each of its nodes ---
@@ -433,7 +422,7 @@ def _fill_cells(comparison: Comparison, folder: Path, states: Sequence[RunState]
         folder, runs, machines, repeats=len(states[0].run.settings.seeds_to_run)
     )
     comparison.differences = differences(
-        kinds, numbers, lambda numbers_of_kind: f"runs {spans(numbers_of_kind)}"
+        kinds, numbers, lambda numbers_of_kind: f"runs {listed(spans(numbers_of_kind))}"
     )
     comparison.groups = {}
     if len(machines) > 1:
@@ -456,7 +445,7 @@ def _warnings(comparison: Comparison, states: Sequence[RunState]) -> list[str]:
     repeats = [(state.run, state.repeat) for state in states if state.repeat is not None]
     unequal = [run.number for run, repeat in repeats if not repeat.equal_weights]
     if unequal:
-        warnings.append(f"the ranks ended with different weights in runs {spans(unequal)}")
+        warnings.append(f"the ranks ended with different weights in runs {listed(spans(unequal))}")
     by_word = grouped((state.word, state.run) for state in states)
     done = by_word.pop("done", [])
     if done and comparison.prediction is not None:
@@ -503,5 +492,5 @@ def _by_cell(runs: Sequence[Run]) -> str:
     texts = []
     for cell, numbers in grouped((run.cell.id, run.number) for run in runs).items():
         runs_word = "runs" if len(numbers) > 1 else "run"
-        texts.append(f"{cell} ({runs_word} {spans(numbers)})")
+        texts.append(f"{cell} ({runs_word} {listed(spans(numbers))})")
     return ", ".join(texts)

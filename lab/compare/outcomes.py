@@ -69,6 +69,7 @@ def read_repeat(folder: Path, *, seed: int, emulated: bool = False) -> Repeat:
         load_per_core=summary.load_per_core,
         equal_weights=summary.ranks_hold_equal_weights,
         machine={name: machine.get(name) for name in MACHINE_FACTS},
+        claim=ranks.claim,
         crowded=computes_on_cores and _share_cores(ranks, machine),
     )
 

@@ -15,8 +15,9 @@ from typing import Any, get_args
 
 from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import check_parameters
-from common.errors import GroupError, UserError, count
+from common.errors import GroupError, UserError
 from common.models import build_model
+from common.say import count, minutes_text
 from common.sync import STRATEGIES
 from common.sync.message_cost import Among, GradientSize
 from common.sync.node_layout import NodeLayout
@@ -25,7 +26,7 @@ from common.sync.plans.batchnorm import SyncBatchNormPlan
 from common.sync.plans.links import link_bytes
 from common.training_engine.batchnorm import synchronised_layers
 from common.utils.environment import environment
-from common.utils.progress import console, duration
+from common.utils.progress import console
 from common.utils.typed_json import Facts, read_json
 from lab.calibrate.calibration import calibrate, default_ranks
 from lab.compare.cells import PROFILE
@@ -493,7 +494,7 @@ def _calibration_of_today(model: str) -> Calibration:
             "them out)"
         )
         return calibrate(model=model)
-    age = duration((now - datetime.fromisoformat(calibration.made)).total_seconds())
+    age = minutes_text((now - datetime.fromisoformat(calibration.made)).total_seconds())
     console.print(
         f"predictions use {path}, measured {age} ago (`lab calibrate` measures again, "
         "--no-predict leaves the predictions out)"

@@ -19,7 +19,7 @@ from lab.compare.prediction import predict_imported
 from lab.compare.runner import open_comparison, prepare, run_comparison
 from lab.compare.settings import Settings
 from lab.comparison.record import Comparison, read_comparison, write_comparison
-from lab.report import add_recomputed, write_latex, write_report
+from lab.report import write_latex, write_report
 from lab.report.terminal import print_answer
 
 # Writes a page beside the report, about its comparison, and returns the file's name; None: it wrote
@@ -118,9 +118,7 @@ def _write_and_print(
     latex: bool = False,
     companion: Companion | None,
 ) -> None:
-    """Settle doubts about right strategies, write the report, and print its answer."""
-    if add_recomputed(comparison, folder):
-        write_comparison(folder / "results.json", comparison)
+    """Write the report and print its answer."""
     beside = None if companion is None else companion(folder, comparison)
     write_report(folder, comparison, companion=beside)
     print_answer(console, comparison)

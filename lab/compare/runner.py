@@ -16,9 +16,10 @@ from typing import Any
 from msgspec import UNSET
 
 from common.emulation.compute_profile import load_profile
-from common.errors import UserError, count
+from common.errors import UserError
+from common.say import count, counts, minutes_text
 from common.utils.paths import new_folder
-from common.utils.progress import console, duration, progress_bar
+from common.utils.progress import console, progress_bar
 from lab.compare.cells import PROFILE, Run, choose_buckets, in_turns, node_command, plan_cells
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_run
@@ -101,7 +102,7 @@ def _warnings(cells: Sequence[Cell], cores: int) -> list[str]:
     if not crowded:
         return []
     return [
-        f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so "
+        f"{counts(crowded, 'rank')} share {count(cores, 'core')}, so "
         "their forward and backward passes take turns: step times do not show what as many "
         "machines would take, and the ranks wait longer for each other"
     ]
@@ -183,7 +184,7 @@ def run_comparison(comparison: Comparison, runs: Sequence[Run], executors: Execu
             outcome.started = started.isoformat(timespec="seconds")
             outcomes[run.key] = outcome
             _add_outcomes(comparison, runs, outcomes)
-            took = f"took {duration((datetime.now() - started).total_seconds())}"
+            took = f"took {minutes_text((datetime.now() - started).total_seconds())}"
             if number < len(to_do):
                 elapsed = time.monotonic() - began
                 left = time_left(to_do, comparison.prediction, number, elapsed)
@@ -249,7 +250,7 @@ def time_left(
     pace = 1.0  # how many times as long as expected the finished runs took
     if done:
         pace = elapsed / sum(expected[:done])
-    return f"about {duration(pace * sum(expected[done:]))}"
+    return f"about {minutes_text(pace * sum(expected[done:]))}"
 
 
 def _run(run: Run, executors: Executors) -> Repeat:

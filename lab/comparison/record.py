@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType, field, to_builtins
 
 from common.errors import UserError
+from common.profiling.records import GradientClaim
 from common.reporting.run_files import RankRow, StepTime, TimelineFile
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import (
@@ -49,22 +50,13 @@ Status = Literal["done", "partial", "failed", "pending"]
 _Texts = Annotated[list[Text], Meta(max_length=100_000)]
 
 
-class OneProcess(Struct, kw_only=True):
-    """What one process computes in place of the ranks; see ``recompute`` of lab/report."""
-
-    agrees: bool | None
-    difference: Finite = 0.0
-    limit: Finite = 0.0
-    mistake: Text = ""
-    why_not: Text = ""
-
-
 class Repeat(Struct, kw_only=True):
     """A run of a cell. One that failed has a message, and measured nothing.
 
     folder : relative to the comparison's, or absolute in a report on runs started by hand.
     losses : step and loss; None with emulated compute. step_seconds : step and its whole time on
-    rank 0, the first and the recorded ones too. machine : ``MACHINE_FACTS`` of the run.
+    rank 0, the first and the recorded ones too. machine : ``MACHINE_FACTS`` of the run. claim :
+    what each rank's optimiser got; None with one rank, with emulated compute, and in older files.
     """
 
     repeat: Count = 0
@@ -87,7 +79,7 @@ class Repeat(Struct, kw_only=True):
     equal_weights: bool = True
     machine: Facts | None = None
     crowded: bool = False
-    one_process: OneProcess | None = None
+    claim: GradientClaim | None = None
 
     @property
     def done(self) -> bool:
@@ -97,7 +89,7 @@ class Repeat(Struct, kw_only=True):
 # What a repeat that failed leaves out.
 _OF_A_MEASUREMENT = (
     *("timed_steps", "precision", "mean_iteration_seconds", "load_per_core", "equal_weights"),
-    *("machine", "crowded", "step_seconds", "test_loss"),
+    *("machine", "crowded", "step_seconds", "test_loss", "claim"),
 )
 
 
@@ -309,8 +301,6 @@ def _leave_out(repeat: dict[str, Any]) -> None:
         started = repeat.pop("started")
         if started is not None:
             repeat["started"] = started  # as the last entry
-    if repeat["one_process"] is None:
-        del repeat["one_process"]
 
 
 def check(comparison: Comparison, *, name: str) -> None:
@@ -358,3 +348,11 @@ def _check_repeat(repeat: Repeat, cell: Cell, kind: str, name: str) -> None:
             f"{name}: a repeat of cell {cell.id} has {len(repeat.ranks)} ranks, expected "
             f"{cell.ranks}"
         )
+    if repeat.claim is not None and repeat.claim.weights is not None:
+        rows = repeat.claim.weights
+        sizes = {len(row) for row in rows if row is not None}
+        if len(rows) != cell.ranks or not sizes <= {cell.ranks} or repeat.claim.residue is None:
+            raise UserError(
+                f"{name}: a repeat of cell {cell.id} has a claim that is not a weight of each "
+                f"rank's gradient in what each of {cell.ranks} ranks got, with their residue"
+            )

@@ -17,7 +17,8 @@ from pkgutil import resolve_name
 from rich.console import Console
 from rich.text import Text
 
-from common.errors import UserError, count
+from common.errors import UserError
+from common.say import count
 from common.utils.processes import in_thread
 from common.utils.typed_json import calm
 from lab.doctor.check_result import FAILURE, WARNING, CheckResult, failure

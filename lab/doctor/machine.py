@@ -19,6 +19,7 @@ import psutil
 
 from common.data import DATASETS
 from common.errors import UserError, first_line
+from common.say import bytes_text
 from common.utils.environment import git, package_version, read_settings, setting
 from common.utils.source_hash import code_digest
 from common.utils.system import missing_features, usable_cores
@@ -110,7 +111,7 @@ def check_cores(_flags: Namespace) -> CheckResult:
 def check_memory(_flags: Namespace) -> CheckResult:
     """Check that there is enough free memory, and shared memory: containers often have little."""
     free = psutil.virtual_memory().available
-    text = f"{free / 1e9:.1f} GB free"
+    text = f"{bytes_text(free)} free"
     if free < _LEAST_MEMORY:
         return warning(
             f"{text}; one rank of VGG-11 needs about 1 GB",
@@ -118,7 +119,7 @@ def check_memory(_flags: Namespace) -> CheckResult:
         )
     with contextlib.suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total
-        text += f", {shared / 1e9:.1f} GB in /dev/shm"
+        text += f", {bytes_text(shared)} in /dev/shm"
         if shared < _LEAST_SHARED_MEMORY:
             return warning(
                 f"{text}, through which NCCL passes data between GPUs",
@@ -209,8 +210,8 @@ def check_disk(flags: Namespace) -> CheckResult:
         )
     free = shutil.disk_usage(there).free
     text = (
-        f"{free / 1e9:.1f} GB free in {there}; "
-        f"a checkpoint of VGG-11 takes {_CHECKPOINT_BYTES / 1e6:.0f} MB"
+        f"{bytes_text(free)} free in {there}; "
+        f"a checkpoint of VGG-11 takes {bytes_text(_CHECKPOINT_BYTES)}"
     )
     if free < 2 * _CHECKPOINT_BYTES:  # an old one is deleted only after the new one is written
         return failure(text, "free some space, or give an --output-dir on another disk")

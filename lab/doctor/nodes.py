@@ -34,7 +34,8 @@ from common.distributed.meeting import (
     shared_store,
 )
 from common.distributed.node_identity import layout_of, node_numbers, nodes_text, ring_crossings
-from common.errors import GroupError, UserError, count, ranks_text
+from common.errors import GroupError, UserError
+from common.say import count, listed, ranks_text
 from common.utils.grouping import grouped
 from common.utils.network import is_loopback, listen, resolve, route_to, why_unreached
 from common.utils.processes import in_thread
@@ -259,8 +260,8 @@ def _clocks(nodes: Nodes) -> CheckResult:
             far.append(f"rank {rank} by {ahead:+.2f} s (±{uncertainty:.3f} s)")
     if far:
         return warning(
-            f"differ from rank 0's: {', '.join(far[:_MOST_NAMED])}; times in different nodes' logs "
-            "cannot be compared (measured durations are right)",
+            f"differ from rank 0's: {listed(far, most=_MOST_NAMED)}; times in different nodes' "
+            "logs cannot be compared (measured durations are right)",
             "synchronise the clocks on every node: timedatectl set-ntp true",
         )
     if not clocks:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import ranks_text
+from common.say import ranks_text
 from common.utils.gradient_fit import EXACT, ROUNDED, SAME, Numbers, fit_ranks
 
 # Of what a rank got a multiple; "none" of nothing, or of nothing else in this list.
@@ -105,6 +105,11 @@ class Evidence:
         if other == rank:
             return _multiple("its own", float(row[other]), "its own gradient")
         return _multiple("another rank's own", float(row[other]), f"rank {other}'s gradient")
+
+    @property
+    def rows(self) -> str:
+        """What each rank got, in words."""
+        return "; ".join(f"rank {rank} gets {it.text}" for rank, it in enumerate(self.sources))
 
     @property
     def unexplained(self) -> str:

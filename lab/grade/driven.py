@@ -14,10 +14,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.errors import first_of
+from common.say import counts, listed
 from common.utils.atomic_files import read_regular
 from lab.audit.findings.finding import FAULT, CatalogueEntry, catalogue
-from lab.audit.result import AuditResult, ranks_text, titled
+from lab.audit.result import AuditResult, titled
 from lab.grade.drivers.mark import MARK
 from lab.grade.facts import AuditedRun, AuditFacts, AuditFinding, CodePlace
 
@@ -69,12 +69,12 @@ def driven_facts(result: AuditResult, folders: Mapping[int, Path]) -> AuditFacts
     if not _is_explained(every, findings, ranks=sum(folders)):
         failure = _why_stopped(every, result)
         names = [finding.name for finding in findings]
-        headline = f"{failure}; found before that: {first_of(names)}" if names else failure
+        headline = f"{failure}; found before that: {listed(names)}" if names else failure
         return AuditFacts(2, headline, failure, [], findings, runs)
     if findings:
         return AuditFacts(1, f"wrong: {findings[0].title}", None, [], findings, runs)
     passed = list(dict.fromkeys(title for report in every for title in report.passed))
-    headline = f"Equal to one process on {ranks_text(folders)}: {first_of(passed, 20)}."
+    headline = f"Equal to one process on {counts(folders, 'rank')}: {listed(passed, most=20)}."
     return AuditFacts(0, headline, None, [], [], runs)
 
 

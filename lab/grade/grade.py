@@ -21,10 +21,10 @@ import msgspec
 import psutil
 
 import lab
-from common.errors import UserError, count, first_of
+from common.errors import UserError
+from common.say import count, listed, minutes_text
 from common.utils.environment import setting
 from common.utils.processes import kill_on_parent_exit
-from common.utils.progress import duration
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
@@ -115,7 +115,7 @@ def _check(args: argparse.Namespace, rubric: Rubric) -> None:
         raise UserError("give a folder, zip or tar for each student: lab grade submissions/*")
     missing = [path for path in args.submissions if not path.exists()]
     if missing:
-        raise UserError(f"{first_of(missing)}: there is no such file: give folders, zips or tars")
+        raise UserError(f"{listed(missing)}: there is no such file: give folders, zips or tars")
     _check_mounts(rubric, sandboxed=not args.no_sandbox)
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs: got {args.jobs}; give 1 or more")
@@ -127,14 +127,14 @@ def _check_mounts(rubric: Rubric, *, sandboxed: bool) -> None:
     absent = [folder for folder in folders if not folder.is_dir()]
     if absent:
         raise UserError(
-            f"the rubric mounts {first_of(absent)}: there is no such folder: put the data there"
+            f"the rubric mounts {listed(absent)}: there is no such folder: put the data there"
         )
     if not sandboxed:
         fixed = [at for at in rubric.mounts if os.path.isabs(at)]
         not_there = [at for at in fixed if not Path(at).is_dir()]
         if not_there:
             raise UserError(
-                f"without a sandbox {first_of(not_there)} must be there: link your folder there"
+                f"without a sandbox {listed(not_there)} must be there: link your folder there"
             )
 
 
@@ -354,7 +354,7 @@ def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> 
 def _about(seconds: float) -> str:
     """Return a time for a person: "45 s", "39 min", "2 h 58 min"."""
     whole_minutes = 60 * round(seconds / 60)
-    return duration(seconds if whole_minutes < 120 else whole_minutes).removesuffix(" 00 s")
+    return minutes_text(seconds if whole_minutes < 120 else whole_minutes).removesuffix(" 00 s")
 
 
 def _jobs(book: Gradebook) -> int:

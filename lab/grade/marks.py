@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from common.errors import UserError
-from lab.audit.findings.finding import FAULT, ranks_text
+from common.say import counts
+from lab.audit.findings.finding import FAULT
 from lab.grade.facts import AuditFacts, AuditFinding, Facts, Look
 from lab.grade.rubric import WAYS, Part, Rubric
 from lab.grade.submissions import CsvRow, Place, check_row, read_rows
@@ -181,7 +182,7 @@ def _unchecked(part: Part, audit: AuditFacts) -> Iterator[Look]:
     """Yield what the audit could not check of a part in which no fault counts."""
     ran = {run.ranks for run in audit.runs}
     if len(ran) < len(part.ranks):
-        yield Look(f"it ran on {ranks_text(ran)} only.", grader="Look at its divisor.")
+        yield Look(f"it ran on {counts(ran, 'rank')} only.", grader="Look at its divisor.")
     if audit.found_faults:
         for sentence in audit.unknown:
             if sentence.startswith(("gradients: ", "weights: ")):

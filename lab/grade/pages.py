@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from common.errors import count
+from common.say import count
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.report import AuditContent, MarkNote, page_template, write_content

@@ -16,7 +16,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from common.errors import UserError, file_errors, first_of
+from common.errors import UserError, file_errors
+from common.say import listed
 from common.utils.atomic_files import read_regular
 from common.utils.system import usable_cores
 from common.utils.typed_json import Name, Seconds, Share, Text, convert
@@ -144,7 +145,7 @@ def load_rubric(name: str) -> Rubric:
     places = [os.path.normpath(at) for at in rubric.mounts]
     twice = [place for place in rubric.mounts if places.count(os.path.normpath(place)) > 1]
     if twice:
-        raise UserError(f"{where}: mounts: {first_of(twice)} are one place; name it once")
+        raise UserError(f"{where}: mounts: {listed(twice)} are one place; name it once")
     for part_name, part in rubric.parts.items():
         for shares in (rubric.deductions, part.deductions):
             faults = shares.keys() - {OTHERS, *part.demands}
@@ -152,7 +153,7 @@ def load_rubric(name: str) -> Rubric:
         _check_faults(part.accepts.keys(), where=f"{where}: accepts of {part_name}")
         unknown = [name for name in part.demands if name not in entries()]
         if unknown:
-            problem = f"{first_of(unknown)}: the audit has no such notice"
+            problem = f"{listed(unknown)}: the audit has no such notice"
             raise UserError(f"{where}: demands of {part_name}: {problem}")
         for pattern in part.files:
             check_pattern(pattern, where=f"{where}: files of {part_name}")
@@ -170,9 +171,9 @@ def _check_faults(names: Set[str], *, where: str) -> None:
         return
     notices = [name for name in wrong if name in entries()]
     if notices:
-        problem = f"{first_of(notices)}: a notice never costs points"
+        problem = f"{listed(notices)}: a notice never costs points"
     else:
-        problem = f"{first_of(wrong)}: the audit has no such fault"
+        problem = f"{listed(wrong)}: the audit has no such fault"
     raise UserError(f"{where}: {problem}; tests/audit_cases/README.md has a list")
 
 

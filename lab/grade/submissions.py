@@ -19,7 +19,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from common.errors import UserError, file_errors, first_of, reason_of
+from common.errors import UserError, file_errors, reason_of
+from common.say import listed
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from lab.grade.facts import Look
@@ -125,13 +126,13 @@ def _check(entries: Sequence[Entry]) -> None:
     names = [entry.name for entry in entries]
     outside = [name for name in names if ".." in PurePosixPath(name.replace("\\", "/")).parts]
     if outside:
-        raise UserError(f"outside of its folder: {first_of(outside, 3)}")
+        raise UserError(f"outside of its folder: {listed(outside, most=3)}")
     links = [entry.name for entry in entries if entry.is_link]
     if links:
-        raise UserError(f"links in an archive are not followed: {first_of(links, 3)}")
+        raise UserError(f"links in an archive are not followed: {listed(links, most=3)}")
     strange = [ascii(name) for name in names if name.encode(errors="ignore").decode() != name]
     if strange:
-        raise UserError(f"names that are no UTF-8: {first_of(strange, 3)}: rename them")
+        raise UserError(f"names that are no UTF-8: {listed(strange, most=3)}: rename them")
     total = sum(entry.size for entry in entries)
     if len(entries) > MOST_FILES or total > MOST_BYTES:
         raise UserError(
@@ -208,7 +209,7 @@ def _fitting(folder: Path, pattern: str) -> list[Path]:
 
 
 def _listed(folder: Path, paths: Sequence[Path]) -> str:
-    return first_of([path.relative_to(folder) for path in paths], 6)
+    return listed([path.relative_to(folder) for path in paths], most=6)
 
 
 def _scripts_of_others(folder: Path, name: str, rubric: Rubric) -> set[Path]:
@@ -310,12 +311,10 @@ def check_row(row: CsvRow, names: Mapping[str, object], rubric: Rubric, *, where
     """Raise UserError if a row names a submission or a part that is not there."""
     if row.submission not in names:
         raise UserError(
-            f"{where}: there is no submission {row.submission!r}: here are {first_of(list(names))}"
+            f"{where}: there is no submission {row.submission!r}: here are {listed(names)}"
         )
     if row.part not in rubric.parts:
-        raise UserError(
-            f"{where}: there is no part {row.part!r}: here are {first_of(list(rubric.parts))}"
-        )
+        raise UserError(f"{where}: there is no part {row.part!r}: here are {listed(rubric.parts)}")
 
 
 def digest(folder: Path) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from common.say import listed
 from common.utils.gradient_fit import side_by_side
 from lab.audit.findings.finding import catalogue
 from lab.evidence import Evidence, explain_parameters, judge
@@ -51,7 +52,7 @@ def cause_of(parts: Mapping[str, Evidence], *, exchanged: bool = True) -> str | 
     evidence = ends_with(name, part)
     keep_own = all(other.gradients == {"its own"} for other in wrong.values())
     if keep_own and len(wrong) < len(parts):
-        sentence = f"only some parameters are averaged; left out: {' and '.join(wrong)}"
+        sentence = f"only some parameters are averaged; left out: {listed(wrong)}"
         return told("some-parameters", sentence, evidence)
     if keep_own and not exchanged:
         return told("group-unused", "the ranks exchange nothing", evidence)

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
+from common.say import listed, percent
 from common.utils.paths import REPOSITORY
 from lab.audit.cases import STARTER_CODE, read_scripts
 from lab.learn.pictures import save
@@ -237,7 +238,7 @@ def _outcome(way: Way, ranks: Sequence[Trace], right: Sequence[Trace]) -> str:
     """Return what a script did: its betraying number, and its test at the end."""
     number = MEASURES[way.measure].format(100 * measure(way.measure, ranks, right))
     end = ranks[0].tests[-1]
-    return f"{number}; test loss {end.loss:.2f}, accuracy {100 * end.accuracy:.0f} %"
+    return f"{number}; test loss {end.loss:.2f}, accuracy {percent(end.accuracy)}"
 
 
 def _seen_in(right: Trace, wrong: Trace, seeds: Sequence[Trace]) -> str:
@@ -248,7 +249,7 @@ def _seen_in(right: Trace, wrong: Trace, seeds: Sequence[Trace]) -> str:
         difference = getattr(wrong.tests[-1], name) - getattr(right.tests[-1], name)
         if abs(difference) > usual:
             seen.append(name)
-    return " and ".join(seen) or "only the first number"
+    return listed(seen) or "only the first number"
 
 
 _WRONG_LINE: dict[str, Any] = {

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from common.errors import UserError, count
+from common.errors import UserError
 from common.models import MODELS
+from common.say import bandwidth_text, count, percent
 from common.sync.message_cost import GradientSize
 from common.sync.plans.batchnorm import BatchNormLayer
 from common.utils.paths import REPORTS
@@ -32,7 +33,6 @@ from common.utils.typed_json import (
 )
 from lab.predict.compute_model import ComputeModel
 from lab.predict.event_model import Network, Rate
-from lab.predict.readable import bandwidth_text
 
 FORMAT = 1
 LARGE_STEP = 256  # samples of the step whose time ``describe`` shows
@@ -198,7 +198,7 @@ def describe(calibration: Calibration) -> list[str]:
     lines.append(
         f"  in memory: adding {bandwidth_text(network.gamma_seconds_per_byte)}, copying "
         f"{bandwidth_text(network.copy_seconds_per_byte)}; a message delays a concurrent backward "
-        f"by {100 * network.overlap_cost:.0f} % of its time"
+        f"by {percent(network.overlap_cost)} of its time"
     )
     for profile in calibration.compute.profiles:
         samples = LARGE_STEP / profile.ranks
@@ -221,7 +221,7 @@ def noise_warning(others_share: float, command: str) -> list[str]:
     if others_share <= QUIET_SHARE:
         return []
     return [
-        f"warning: other processes used {100 * others_share:.0f} % of the cores during the "
+        f"warning: other processes used {percent(others_share)} of the cores during the "
         f"measurement: end them, and {command} again"
     ]
 
@@ -232,5 +232,5 @@ def _describe_rate(kind: str, rate: Rate, fit: FitRecord) -> str:
     return (
         f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms per message ({low * 1e3:.3f} to "
         f"{high * 1e3:.3f}), {bandwidth_text(rate.beta_seconds_per_byte)}; largest error of the "
-        f"fit {100 * fit.worst_relative_error:.0f} %"
+        f"fit {percent(fit.worst_relative_error)}"
     )

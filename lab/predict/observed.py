@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from common.errors import UserError, count, file_errors
+from common.errors import UserError, file_errors
 from common.reporting.run_files import RanksFile, StepTime
+from common.say import count, duration_text
 from common.sync import STRATEGIES, strategy_options
 from common.utils.grouping import grouped
 from common.utils.registry import choices_text
@@ -23,7 +24,6 @@ from common.utils.typed_json import Name, Step, Text, read_json
 from lab.predict.event_model import LARGEST_NODES
 from lab.predict.fitting import MeasuredStep, fit
 from lab.predict.priors import Beliefs, Prior
-from lab.predict.readable import duration_text
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans
 from lab.units import parse_rate

@@ -12,13 +12,23 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from common.errors import count
+from common.say import (
+    bandwidth_text,
+    bytes_text,
+    count,
+    duration_text,
+    factor_text,
+    listed,
+    percent,
+    range_text,
+    rate_text,
+)
 from lab.predict.calibration_file import QUIET_SHARE, Calibration
 from lab.predict.cluster import TypicalCluster
 from lab.predict.event_model import HEADERS, LARGEST_NODES
-from lab.predict.readable import bandwidth_text, bytes_text, duration_text, range_text
 from lab.predict.scaling import ScalingLimit, most_nodes
 from lab.predict.scenario import Scenario
+from lab.predict.sentences import sentence
 from lab.predict.tables import PURCHASES, PredictedStep, main_step
 
 _WIDTH = 110  # of a file or a pipe
@@ -35,8 +45,7 @@ def summarize(
     given : "latency" if the reader gave it; else that of links with a rate is a typical one.
     """
     calibration = scenario.calibration
-    sizes_mb = sum(calibration.gradient_sizes) / 1e6
-    gradients = f"{sizes_mb:.1f} MB of gradients"
+    gradients = f"{bytes_text(sum(calibration.gradient_sizes))} of gradients"
     if scenario.gradient_type is not None:
         gradients += f" in {scenario.gradient_type}"
     batch = f"global batch {scenario.batch_size}"
@@ -76,8 +85,8 @@ def _source_text(calibration: Calibration, *, is_reference: bool, own_nodes: boo
         source += ", quickly"
     if calibration.others_share > QUIET_SHARE:
         source += (
-            f", while other programs used {calibration.others_share:.0%} of its cores (calibrate "
-            "again)"
+            f", while other programs used {percent(calibration.others_share)} of its cores "
+            "(calibrate again)"
         )
     if own_nodes:
         return f"a step's time is yours; how it divides into forward, backward and update: {source}"
@@ -103,7 +112,7 @@ def _network_text(scenario: Scenario, *, typical: bool) -> str:
     network = scenario.network
     link = "links as measured"
     if scenario.rate_bits is not None:
-        link = f"links of {scenario.rate_bits / 1e6:,.0f} Mbit/s ({HEADERS - 1:.0%} headers)"
+        link = f"links of {rate_text(scenario.rate_bits)} ({percent(HEADERS - 1)} headers)"
     ring = network.rate("all_reduce")
     message = f"{duration_text(ring.alpha_seconds)} a message"
     if typical:
@@ -115,14 +124,14 @@ def _network_text(scenario: Scenario, *, typical: bool) -> str:
 def _cluster_text(cluster: TypicalCluster) -> str:
     """Return what was assumed of nodes that nobody calibrated, and what measures it."""
     origin = "as your own steps say" if cluster.beliefs.mean.any() else "typical of such clusters"
-    most = f"at most {cluster.most_bits / 1e9:.3g} Gbit/s of payload a node"
+    most = f"at most {rate_text(cluster.most_bits)} of payload a node"
     if cluster.software_bits is not None:
         most += " (--software-gbit)"
     return (
         f"{cluster.name}, {origin}: {most}, a message delays backward by "
-        f"{cluster.values.overlap_cost:.0%} of its time, nodes' steps scatter by "
-        f"{cluster.values.straggler:.1%} (ranges in priors.toml; `lab calibrate` or --fit measures "
-        "yours)"
+        f"{percent(cluster.values.overlap_cost)} of its time, nodes' steps scatter by "
+        f"{percent(cluster.values.straggler, 1)} (ranges in priors.toml; `lab calibrate` or "
+        "--fit measures yours)"
     )
 
 
@@ -164,8 +173,8 @@ def _inside_text(scenario: Scenario) -> str:
     )
     if scenario.cluster is None or scenario.step_seconds is None:
         return text
-    loss = scenario.cluster.values.node_loss
-    return f"{text}; together they compute {loss:.1%} longer (typical; --node-step-time sets it)"
+    loss = percent(scenario.cluster.values.node_loss, 1)
+    return f"{text}; together they compute {loss} longer (typical; --node-step-time sets it)"
 
 
 def _batchnorm_text(scenario: Scenario) -> str:
@@ -188,18 +197,20 @@ def answer(steps: Sequence[PredictedStep], scenario: Scenario) -> str:
     if step is None:
         return ""
     typical = step.prediction.step_seconds
-    seconds = duration_text(typical)
-    certain = range_text(step.low_seconds, step.high_seconds, typical=typical)
     sentences = [
-        f"{step.sync} on {_counted(step.nodes, 'node')} takes {seconds} a step (80 %: {certain}).",
+        sentence(
+            "step",
+            strategy=step.sync,
+            nodes=count(step.nodes, "node"),
+            seconds=duration_text(typical),
+            range=range_text(step.low_seconds, step.high_seconds, typical=typical),
+        ),
         _purchases_text(step, _purchases(step, scenario)),
-        f"No network can bring more than {_times(step.gains['no messages'])} times the speed.",
+        sentence("no_messages", factor=factor_text(step.gains["no messages"])),
     ]
     if scenario.scaling == "weak" and 2 * step.nodes <= LARGEST_NODES:
-        sentences.append(
-            f"{2 * step.nodes:,} nodes would train {_times(step.gains['nodes'])} times the samples "
-            "a second, in global batches twice as large."
-        )
+        nodes, factor = f"{2 * step.nodes:,}", factor_text(step.gains["nodes"])
+        sentences.append(sentence("weak_nodes", nodes=nodes, factor=factor))
     return " ".join(sentences)
 
 
@@ -228,39 +239,48 @@ def _best_purchases(step: PredictedStep, purchases: Sequence[str]) -> list[str]:
 def _purchases_text(step: PredictedStep, purchases: Sequence[str]) -> str:
     """Return what each purchase would bring, the best one first, as a sentence."""
     in_turn = sorted(purchases, key=lambda change: -step.gains[change])
-    name_of = {change: _NAMES[change](step) for change in purchases}
-    gain_of = {change: _times(step.gains[change]) for change in purchases}
+    name_of = {change: _purchase_text(step, change) for change in purchases}
+    gain_of = {change: factor_text(step.gains[change]) for change in purchases}
     best, *rivals = _best_purchases(step, purchases)
     if rivals:
         [rival] = rivals
-        first = (
-            f"what brings more is not decided: {name_of[best]} {gain_of[best]} times the speed "
-            f"{_gain_range(step, best)}, or {name_of[rival]} {gain_of[rival]} "
-            f"{_gain_range(step, rival)}"
+        first = sentence(
+            "open",
+            best=name_of[best],
+            factor=gain_of[best],
+            range=_gain_range(step, best),
+            rival=name_of[rival],
+            rival_factor=gain_of[rival],
+            rival_range=_gain_range(step, rival),
         )
     elif step.gains[best] < 1 + LITTLE:
         each = ", ".join(f"{name_of[change]} {gain_of[change]}" for change in in_turn)
-        return f"Nothing would bring much: {each} times the speed."
+        return sentence("nothing", each=each)
     else:
-        first = f"{name_of[best]} would bring most: {gain_of[best]} times the speed"
+        first = sentence("most", best=name_of[best], factor=gain_of[best])
     others = [change for change in in_turn if change not in (best, *rivals)]
-    effects = [f"{name_of[change]} {_effect(step.gains[change])}" for change in others]
+    effects = [_effect(name_of[change], step.gains[change]) for change in others]
     text = "; ".join([first, *effects])
     return f"{text[0].upper()}{text[1:]}."
 
 
+def _purchase_text(step: PredictedStep, change: str) -> str:
+    return sentence(change, doubled=f"{2 * step.nodes:,}", nodes=f"{step.nodes:,}")
+
+
 def _gain_range(step: PredictedStep, change: str) -> str:
-    low, high = step.gain_ranges[change]
-    return f"(80 %: {_times(low)} to {_times(high)})"
+    low, high = map(factor_text, step.gain_ranges[change])
+    return sentence("factors", low=low, high=high)
 
 
-def _effect(gain: float) -> str:
+def _effect(change: str, gain: float) -> str:
     """Return what a change does that is not the best one."""
+    size = "more"
     if gain < 1 - LITTLE / 2:
-        return f"would make it slower ({_times(gain)})"
-    if gain < 1 + LITTLE:
-        return f"would bring almost nothing ({_times(gain)})"
-    return f"would bring {_times(gain)} times"
+        size = "slower"
+    elif gain < 1 + LITTLE:
+        size = "little"
+    return sentence(size, change=change, factor=factor_text(gain))
 
 
 def _closing_lines(
@@ -304,14 +324,13 @@ def _software_text(
         source = f"typical of {scenario.cluster.name}; --software-gbit sets what yours passes"
         if scenario.cluster.software_bits is not None:
             source = "--software-gbit"
-    limit = f"since a node's software passes {most / 1e9:.1f} Gbit/s at most ({source})"
+    limit = f"since a node's software passes {rate_text(most)} at most ({source})"
     limited = [rate for rate, each in zip(tables, scenarios, strict=True) if _is_limited(each)]
     if len(limited) > 1:
-        names = f"{', '.join(limited[:-1])} and {limited[-1]}"
         shown = {tuple(_rate_cell(step) for step in tables[rate]) for rate in limited}
         same = "give one number" if len(shown) == 1 else "hardly differ"
-        return f"{names} {same}, {limit}."
-    return f"Links above {scenario.enough_bits / 1e9:.3g} Gbit/s would bring nothing more, {limit}."
+        return f"{listed(limited)} {same}, {limit}."
+    return f"Links above {rate_text(scenario.enough_bits)} would bring nothing more, {limit}."
 
 
 def _is_limited(scenario: Scenario) -> bool:
@@ -347,7 +366,7 @@ def print_tables(
     else:
         print_lines(
             "where scaling stops is not shown: ranks of one machine share its "
-            f"{_counted(scenario.calibration.cores, 'core')}. Give --rate to predict separate "
+            f"{count(scenario.calibration.cores, 'core')}. Give --rate to predict separate "
             "machines"
         )
 
@@ -375,14 +394,14 @@ def _notes(steps: Sequence[PredictedStep]) -> list[str]:
     """Return when steps hold, what they leave out, and how long SyncBatchNorm's messages take."""
     notes = []
     for step in steps:
-        about = "none" if step.sync == "none" else _counted(step.nodes, "node")
+        about = "none" if step.sync == "none" else count(step.nodes, "node")
         if step.note:
             notes.append(f"{about}: {step.note}")
     notes += [f"{step.sync}: {step.caveat}" for step in steps if step.caveat]
     waits = {step.nodes: step.prediction.batchnorm_seconds for step in steps if step.sync != "none"}
     for nodes, seconds in waits.items():
         if seconds:
-            about = _counted(nodes, "node")
+            about = count(nodes, "node")
             notes.append(f"{about}: SyncBatchNorm's messages take {duration_text(seconds)}")
     return list(dict.fromkeys(notes))
 
@@ -422,7 +441,7 @@ def _rates_table(tables: Mapping[str, Sequence[PredictedStep]], console: Console
 
 
 def _rate_cell(step: PredictedStep) -> str:
-    return f"{duration_text(step.prediction.step_seconds)} ({_times(step.speedup)})"
+    return f"{duration_text(step.prediction.step_seconds)} ({factor_text(step.speedup)})"
 
 
 def _scaling_limits_table(limits: Sequence[ScalingLimit], *, narrow: bool) -> Table:
@@ -446,11 +465,11 @@ def _scaling_limits_table(limits: Sequence[ScalingLimit], *, narrow: bool) -> Ta
         table.add_row(
             strong.sync,
             f"{strong.nodes or strong.limit:,}",
-            _times(strong.speedup),
+            factor_text(strong.speedup),
             strong.held_by or "-",
             "all" if weak.half_nodes == weak.limit else f"{weak.half_nodes:,}",
             f"{weak.nodes:,}" if weak.nodes else "never",
-            _times(weak.speedup),
+            factor_text(weak.speedup),
             weak.held_by or "-",
         )
     return table
@@ -472,7 +491,7 @@ def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
 def _scaling_limits_text(scenario: Scenario) -> list[str]:
     """Return lines that explain the headings of ``_scaling_limits_table``."""
     owner = _owner(scenario)
-    samples = _counted(scenario.batch_size, "sample")
+    samples = count(scenario.batch_size, "sample")
     least = scenario.least_samples
     most = most_nodes(
         scenario.batch_size,
@@ -482,7 +501,7 @@ def _scaling_limits_text(scenario: Scenario) -> list[str]:
     )
     return [
         f"strong: {samples} for all nodes together, at least {least} a {owner}, so up to "
-        f"{_counted(most, 'node')}.",
+        f"{count(most, 'node')}.",
         f"weak: {samples} for each {owner}, up to {LARGEST_NODES:,} nodes.",
         "stops at: the smallest number of nodes within 10 % of the best speed; never: the last "
         "doubling still",
@@ -509,30 +528,9 @@ def _interval(step: PredictedStep) -> str:
     return range_text(step.low_seconds, step.high_seconds, between="–")
 
 
-def _counted(number: int, noun: str) -> str:
-    """Return "1 node", "100,000 nodes"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _times(value: float) -> str:
-    if value >= 100:
-        return f"{value:,.0f}"
-    if value >= 10:
-        return f"{value:.1f}"
-    if value >= 0.01:
-        return f"{value:.2f}"
-    return "<0.01"
-
-
 def _efficiency(value: float) -> str:
-    return f"{value:.1%}" if value >= 0.001 else "<0.1%"
+    return percent(value, 1) if value >= 0.001 else "<0.1 %"
 
-
-_NAMES: dict[str, Callable[[PredictedStep], str]] = {
-    "network": lambda step: "a network twice as fast",
-    "compute": lambda step: "processors twice as fast",
-    "nodes": lambda step: f"{2 * step.nodes:,} nodes instead of {step.nodes:,}",
-}
 
 # The columns of the table of steps by their headings, and those that a narrow terminal lacks, in
 # this order: --json has them all.
@@ -541,14 +539,14 @@ _STEP_COLUMNS: dict[str, Callable[[PredictedStep], str]] = {
     "nodes": lambda step: _nodes(step),
     "step": lambda step: duration_text(step.prediction.step_seconds),
     "80 %\ninterval": _interval,
-    "speed\nup": lambda step: _times(step.speedup),
+    "speed\nup": lambda step: factor_text(step.speedup),
     "effi-\nciency": lambda step: _efficiency(step.efficiency),
     "exposed\ncomm.": lambda step: duration_text(step.prediction.sync_seconds),
     "slowed\nby": lambda step: duration_text(step.prediction.slowed_seconds),
     "rank 0\nsends": lambda step: bytes_text(step.prediction.bytes_sent_root),
     "others\nsend": lambda step: bytes_text(step.prediction.bytes_sent_others),
-    "2 x\nlink": lambda step: _times(step.gains["network"]),
-    "2 x\ncomp": lambda step: _times(step.gains["compute"]),
-    "2 x\nnode": lambda step: _times(step.gains["nodes"]),
+    "2 x\nlink": lambda step: factor_text(step.gains["network"]),
+    "2 x\ncomp": lambda step: factor_text(step.gains["compute"]),
+    "2 x\nnode": lambda step: factor_text(step.gains["nodes"]),
 }
 _LEFT_OUT = ("others\nsend", "rank 0\nsends", "effi-\nciency", "slowed\nby")

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, count, file_errors, first_of
+from common.errors import UserError, file_errors
+from common.say import count, listed
 from common.sync import STRATEGIES
 from common.sync.plans.base import MessagePlan
 from common.utils.atomic_files import read_regular
@@ -192,7 +193,7 @@ def _check_header(path: Path, header: Sequence[str]) -> None:
         for separator in (";", "\t"):
             if separator in "".join(header):
                 advice = f"columns are separated by {separator!r}, save the file with commas"
-    raise UserError(f"--validate: {path} has no column {first_of(missing)}: {advice}")
+    raise UserError(f"--validate: {path} has no column {listed(missing)}: {advice}")
 
 
 def _row(header: Sequence[str], values: Sequence[str], where: str) -> PublishedStep:

@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from common.errors import UserError
+from common.say import duration_text
 from common.sync.plans.batchnorm import SyncBatchNormPlan
 from lab.predict.calibrated_draws import drawn_network, drawn_remainder
 from lab.predict.calibration_file import Calibration
 from lab.predict.cluster import TypicalCluster, typical_latency
 from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples, times
 from lab.predict.event_model import HEADERS, Network, with_waits
-from lab.predict.readable import duration_text
 
 # Between two ranks of a node, where it was not measured: GPUs on PCIe; NVLink is faster.
 TYPICAL_INSIDE_BITS = 100e9

@@ -26,13 +26,13 @@ from lab.predict.event_model import (
 )
 from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
 from lab.predict.scenario import Scenario
+from lab.predict.sentences import sentence
 from lab.predict.variants import split_variant
 
 # What a reader may buy, by scaling: of nodes with a batch of their own, more are no faster step.
 PURCHASES = {"strong": ("network", "compute", "nodes"), "weak": ("network", "compute")}
 
 INTERVAL = (0.1, 0.9)  # quantiles of the draws
-_NO_EXCHANGE = "no gradient exchange: each node trains its own model"
 
 
 @dataclass(frozen=True)
@@ -239,16 +239,17 @@ def _note(name: str, nodes: int, scenario: Scenario) -> str:
     """Return the condition under which a row holds; "" if there is none."""
     ranks = nodes * scenario.ranks_per_node
     if name == "none" and ranks > 1:
-        return _NO_EXCHANGE
+        return sentence("no_exchange")
     least = scenario.least_samples
     if scenario.scaling == "strong" and ranks * least > scenario.batch_size:
         owner = "node" if scenario.ranks_per_node == 1 else "rank"
         if scenario.accumulation_steps > 1:
             owner = "micro-batch"
-        needs = f"each {owner} needs a sample"
+        needs = sentence("needs_sample", owner=owner)
         if least > scenario.accumulation_steps:
-            needs = f"BatchNorm needs {least // scenario.accumulation_steps} samples a {owner}"
-        return f"predicted for a global batch of {ranks * least:,}: {needs}"
+            samples = least // scenario.accumulation_steps
+            needs = sentence("needs_samples", samples=samples, owner=owner)
+        return sentence("larger_batch", batch=f"{ranks * least:,}", needs=needs)
     cores = scenario.calibration.cores
     if scenario.on_one_machine and ranks > cores:
         return f"{ranks} ranks share {cores} cores: outside the measured range"

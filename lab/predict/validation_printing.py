@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import count
+from common.say import count
 from lab.predict.published import read_published
 from lab.predict.validation import Score, Scored, scores, shipped_rows, validate
 

@@ -1,47 +1,17 @@
 """The report of a comparison: tables, figures, traces and one HTML page.
 
-``add_recomputed`` settles doubts, ``write_report`` writes the files, ``terminal.print_answer``
-prints the answer. Reading order: ``view`` (the cells and what follows from them), ``losses``,
-``equality`` (do the strategies compute the same), ``one_process`` (which one is wrong), ``causes``
-(what makes a difference), ``findings`` (all sentences), ``verdict`` (the answer), ``tables``,
-``drawings`` (all figures), ``html`` (with ``settings_text``) and ``latex``.
+``write_report`` writes the files, ``terminal.print_answer`` prints the answer; both are functions
+of the comparison's record alone. Reading order: ``view`` (the cells and what follows from them),
+``losses``, ``claims`` (did the ranks get the mean), ``causes`` (what makes a difference),
+``findings`` (all sentences), ``verdict`` (the answer), ``tables``, ``drawings`` (all figures),
+``html`` (with ``settings_text``) and ``latex``.
 """
 
 import json
 from pathlib import Path
 
-from lab.comparison.record import Comparison, Repeat
-from lab.report.view import ComparisonGroup, blocks
-
-
-def add_recomputed(comparison: Comparison, folder: Path) -> bool:
-    """Compute the first steps of runs again where their losses leave a doubt who is right.
-
-    Adds ``one_process`` to the repeats, and returns whether there was such a run. ``folder`` : the
-    comparison's; it has those of the runs.
-    """
-    doubtful = [run for block in blocks(comparison) for run in _doubtful_runs(block)]
-    to_do = [run for run in doubtful if run.one_process is None]
-    for run in to_do:
-        from lab.report.one_process import recompute  # imports torch
-
-        run.one_process = recompute(folder / run.folder, run)
-    return bool(to_do)
-
-
-def _doubtful_runs(block: ComparisonGroup) -> list[Repeat]:
-    """Return the runs of strategies that claim to be exact, where the losses do not decide it."""
-    from lab.report.equality import check
-
-    if block.emulated_compute:
-        return []
-    runs = []
-    for nodes in block.nodes_beyond_one:
-        found = check(block, nodes)
-        for row in block.at(nodes):
-            if row.exact and (found.doubtful or row.sync in found.untested):
-                runs += row.runs
-    return runs
+from lab.comparison.record import Comparison
+from lab.report.view import blocks
 
 
 def write_report(folder: Path, comparison: Comparison, *, companion: str | None = None) -> None:

@@ -8,9 +8,10 @@ if the messages explain at least half of the difference, and ``compared`` gives 
 
 from dataclasses import dataclass
 
+from common.say import factor_text, percent
 from common.sync import STRATEGIES, plan_class
 from common.sync.plans.base import MessagePlan
-from lab.report.view import CellRow, percent, seconds_text
+from lab.report.view import CellRow, seconds_text
 
 BUSY = 1.5  # programs for each core; ranks alone make it 1 at most, unless they share cores
 EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
@@ -70,7 +71,7 @@ class Gap:
 def compared(faster: CellRow, slower: CellRow) -> str:
     """Return how two steps compare: ``1.74 times as fast as ring``, or only their times."""
     if Gap(faster, slower).by_messages:
-        return f"{times_text(slower.step / faster.step)} as fast as {slower.sync}"
+        return f"{factor_text(slower.step / faster.step)} times as fast as {slower.sync}"
     return f"against {seconds_text(slower.step, faster.step)} s of {slower.sync}"
 
 
@@ -167,8 +168,3 @@ def messages(row: CellRow) -> str:
         megabytes = 2e-6 * (row.medians.root_bytes_sent or 0.0)
         return f"of {row.sync} put {megabytes:.0f} MB a step through rank 0's link {exposed}"
     return f"of {row.sync} {leaving(row)} {exposed}"
-
-
-def times_text(value: float) -> str:
-    """Return ``3.2 times``; two decimals below 2, where the first one says little."""
-    return f"{value:.2f} times" if value < 2 else f"{value:.1f} times"

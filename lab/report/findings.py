@@ -14,31 +14,28 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from common.data import DATASETS
+from common.say import counts, factor_text, listed, percent
 from common.utils.grouping import grouped
 from lab.predict.event_model import HEADERS
-from lab.report.causes import BUSY, EQUAL_SHARE, compared, load, times_text
-from lab.report.equality import DDP, GROWTH, STEPS, Deviation, Equality, check
-from lab.report.losses import Difference, curves, differences
+from lab.report.causes import BUSY, EQUAL_SHARE, compared, load
+from lab.report.claims import Claims, check
 from lab.report.view import (
     CellRow,
     ComparisonGroup,
     Interval,
     Rows,
     interval_text,
-    listed,
-    percent,
     seconds_text,
     small_text,
 )
 
-SPEED, EQUAL = "Which is fastest", "Do they compute the same"
+SPEED, EQUAL = "Which is fastest", "Do all ranks get the mean gradient"
 ITERATION = "Mean iteration time"
 BOUND, REACH = "What takes the time", "Limits"
 _NOISY = 0.5  # of the step: a wider interval gets a warning
 _ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine reaches
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
 _WITHIN = 0.20  # of the measured step: a prediction that far off is near
-ONE_PROCESS = "one process on the same batches"
 _ELSEWHERE = " docs/examples/check_strategy.py tests a strategy alone, `lab audit` a whole script."
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",
@@ -96,7 +93,7 @@ def _joined(members: Sequence[tuple[int, ReportFinding]], block: ComparisonGroup
     _, first = members[0]
     if numbers == [0]:
         return first
-    where = f"On {listed(list(map(str, numbers)))} {block.place}s"
+    where = f"On {counts(numbers, block.place)}"
     if numbers == [1]:
         where = f"On one {block.alone}"
     evidence = first.evidence
@@ -134,107 +131,67 @@ def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
     return [f"{name} {percent(share, digits)}" for name, share in shares.items()]
 
 
-# --- do they compute the same ---
+# --- do all ranks get the mean gradient ---
 
 
-def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
-    """Say which strategies compute the same, which one is wrong, and what was not comparable."""
-    result = check(block, rows[0].nodes)
-    evidence = ""
-    if len(result.equal) > 1:
-        evidence = f"equal to each other: {listed(result.equal)}"
-    for text in _what_is_wrong(result):
-        yield ReportFinding(EQUAL, text, evidence, wrong=True)
-    yield from _what_is_equal(result, rows)
-    for text in _what_is_unknown(result, block):
+def mean_gradients(block: ComparisonGroup, rows: Rows) -> Found:
+    """Say which strategies gave every rank the mean, which did not, and what was not checked."""
+    claims = check(block, rows[0].nodes)
+    yield from _what_is_wrong(claims)
+    if claims.right:
+        yield _what_is_right(claims, of=sum(row.exact for row in rows))
+    for text in _what_is_unknown(claims, block):
         yield ReportFinding(EQUAL, text, caution=True)
 
 
-def _what_is_wrong(result: Equality) -> Iterator[str]:
-    """Yield a sentence for each strategy that is wrong, and for a dispute that nothing settles."""
-    others = "the others"
-    if set(result.equal) == {DDP}:
-        others = "ddp, PyTorch's own,"
-    for sync, deviation in result.wrong.items():
-        right = ONE_PROCESS if sync in result.mistakes else others
-        mistake = result.mistakes.get(sync)
-        end = f": {mistake}" if mistake else "."
-        yield (
-            f" {sync} is not equal to {right} {_how_far(deviation)}. It claims to be exact, but "
-            f"does not compute the mean gradient{end}"
+def _what_is_wrong(claims: Claims) -> Found:
+    """Yield a finding for each strategy that does not compute what it claims."""
+    for sync, seen in claims.wrong.items():
+        found = seen.judgement
+        yield ReportFinding(
+            EQUAL,
+            f" {sync} claims to be exact, but does not give every rank the mean gradient: in step "
+            f"{seen.step} {found.sentence}. {found.cure}",
+            f"{found.finding}; {seen.evidence.rows}; residue {small_text(seen.residue)}",
+            wrong=True,
         )
-    if result.disputed:
-        yield (
-            f" {listed(sorted(result.disputed))} do not compute the same "
-            f"{_how_far(min(result.disputed.values()))}. At least one of them is wrong; a "
-            f"comparison with ddp shows which.{_ELSEWHERE}"
-        )
-    for sync in result.unequal_ranks:
-        yield (
+    for sync in claims.unequal_ranks:
+        yield ReportFinding(
+            EQUAL,
             f" the ranks of {sync} ended with different weights, although {sync} claims to be "
-            "exact."
+            "exact.",
+            wrong=True,
         )
 
 
-def _how_far(deviation: Deviation) -> str:
-    """Return from which step on two losses differ, by how much, and how much rounding allows."""
-    far = "and is not finite"
-    if math.isfinite(deviation.value):
-        far = f"by {small_text(deviation.value)}"
-    return (
-        f"from step {deviation.step} on: the loss differs {far}; rounding would give less than "
-        f"{small_text(deviation.limit, 1)} at that step"
-    )
-
-
-def _what_is_equal(result: Equality, rows: Rows) -> Found:
-    """Say which strategies compute the same as each other, or a single one as one process."""
-    found = differences(curves([row for row in rows if row.sync in result.equal]))
-    confirmed = [sync for sync in result.equal if sync in result.confirmed]
-    if found:
-        yield _equal(found, result.equal, of=sum(row.exact for row in rows))
-    elif confirmed:  # a single strategy has no other to differ from
-        yield ReportFinding(EQUAL, f" {listed(confirmed)}: equal to {ONE_PROCESS}.")
-
-
-def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> ReportFinding:
-    """Say by how much the losses of equal strategies differ, early on and at most.
-
-    found : their differences, one a step. of : how many strategies claim to be exact.
-    """
-    who = listed(equal)
-    if len(equal) == of and of > 2:
+def _what_is_right(claims: Claims, *, of: int) -> ReportFinding:
+    """Name the strategies that gave every rank the mean. of : how many claim to be exact."""
+    who = listed(list(claims.right))
+    if len(claims.right) == of > 2:
         who = f"all {of} strategies that claim to be exact"
-    early = max((entry.value for entry in found if entry.step <= STEPS[-1]), default=0.0)
-    most = max(found, key=lambda entry: entry.value)
-    largest = f"{small_text(most.value)} at step {most.step}"
-    text = "their losses are equal at every step, to the last digit."
-    if most.value:
-        text = (
-            f"up to step {STEPS[-1]} their losses differ by {small_text(early)} at most. Rounding "
-            f"does that: it grows up to {GROWTH:.0f} times from one step to the next."
-        )
-    if most.value > early:
-        text += f" The largest difference is {largest}."
+    each = [
+        f"{sync} {small_text(seen.residue)} (step {seen.step})"
+        for sync, seen in claims.right.items()
+    ]
     return ReportFinding(
         EQUAL,
-        f" {who} compute the same: {text}",
-        f"{largest}, {most.lowest} against {most.highest}, loss {most.loss:.3f}; {listed(equal)}",
+        f" with {who} every rank's optimiser got the mean of all ranks' gradients in the first "
+        "step.",
+        f"relative error of that mean: {', '.join(each)}",
     )
 
 
-def _what_is_unknown(result: Equality, block: ComparisonGroup) -> Iterator[str]:
-    """Yield why strategies were not tested, and what 2 nodes alone cannot show."""
-    reasons = grouped((why, sync) for sync, why in result.untested.items())
+def _what_is_unknown(claims: Claims, block: ComparisonGroup) -> Iterator[str]:
+    """Yield why strategies were not checked, and what 2 nodes alone cannot show."""
+    reasons = grouped((why, sync) for sync, why in claims.unchecked.items())
     elsewhere = "" if block.emulated_compute else _ELSEWHERE
     for reason, names in reasons.items():
-        compute = "computes" if len(names) == 1 else "compute"
+        gives = "gives" if len(names) == 1 else "give"
         yield (
-            f" the losses cannot show whether {listed(names)} {compute} the mean gradient: "
+            f" whether {listed(names)} {gives} every rank the mean gradient was not checked: "
             f"{reason}.{elsewhere}"
         )
-    tested = len(result.equal) > 1 or result.confirmed
-    if tested and block.nodes_beyond_one == [2]:
+    if claims.right and block.nodes_beyond_one == [2]:
         yield (
             " a strategy that divides by a literal 2 is right by chance. Compare on 3 "
             f"{block.place}s as well."
@@ -259,7 +216,7 @@ def speed(rows: Rows) -> str:
 def _speed_of_one(row: CellRow) -> str:
     text = f"{named(row)} takes {seconds_text(row.step, row.step)} s a step"
     if row.speedup:
-        text += f", {times_text(row.speedup)} as fast as one {row.alone}"
+        text += f", {factor_text(row.speedup)} times as fast as one {row.alone}"
     return text
 
 
@@ -292,7 +249,7 @@ def _speed_of_several(rows: Rows) -> str:
 
 def fastest(block: ComparisonGroup, rows: Rows) -> Found:
     """Name the fastest strategy; strategies that compute something else take no part."""
-    wrong = check(block, rows[0].nodes).doubtful
+    wrong = check(block, rows[0].nodes).contradicted
     right = sorted((row for row in rows if row.sync not in wrong), key=lambda row: row.step)
     if right:
         evidence = "; ".join(f"{row.sync} {timed(row)}" for row in right)
@@ -312,7 +269,9 @@ def iterations(_: ComparisonGroup, rows: Rows) -> Found:
         if row.nodes == 1:
             texts.append(f"one {row.place} {seconds}")
         elif row.nodes == most and row.mean_iteration_ratio:
-            texts.append(f"{row.name} {seconds} ({row.mean_iteration_ratio:.2f} times as fast)")
+            texts.append(
+                f"{row.name} {seconds} ({factor_text(row.mean_iteration_ratio)} times as fast)"
+            )
         elif row.nodes == most:
             texts.append(f"{row.name} {seconds}")
     if texts:
@@ -330,7 +289,9 @@ def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
         names = strategies(_syncs(members), of=len(rows))
         are = "is" if len(members) == 1 else "are"
         text = f" {names} {are} {what} than one {block.alone}{words}"
-        evidence = "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members)
+        evidence = "; ".join(
+            f"{row.sync} {factor_text(row.speedup or 0.0)} times" for row in members
+        )
         yield ReportFinding(SPEED, text, evidence, caution=not certain)
 
 
@@ -714,7 +675,7 @@ def _agree(formula: Sequence[float], counted: Sequence[float]) -> bool:
 
 _WHOLE = (unfinished, noisy, iterations)
 _ON_NODES = (
-    *(equal_results, fastest, slower_than_one, above_ideal),
+    *(mean_gradients, fastest, slower_than_one, above_ideal),
     *(bounds, stragglers, root_share),
 )
 _LEARNED = (accuracies, time_to_accuracy)

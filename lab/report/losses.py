@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from statistics import mode
-from typing import NamedTuple
 
 from common.utils.grouping import grouped
 from lab.comparison.record import Repeat
@@ -14,16 +13,6 @@ _EVERY = 20  # iterations, at which the assignment asks for the loss
 _MOST_ROWS = 40
 
 Curves = Mapping[str, Mapping[int, float]]
-
-
-class Difference(NamedTuple):
-    """The distance from the lowest loss of a step to the highest, and whose they are."""
-
-    value: float
-    step: int
-    loss: float  # the lowest
-    lowest: str
-    highest: str
 
 
 def curves(rows: Rows) -> Curves:
@@ -51,18 +40,10 @@ def _finite(run: Repeat) -> dict[int, float]:
     return {step: loss for step, loss in run.losses if loss is not None and math.isfinite(loss)}
 
 
-def differences(by_sync: Curves) -> list[Difference]:
-    """Compare the losses at each step that at least two curves have."""
-    points = grouped(
-        (step, (loss, sync)) for sync, curve in by_sync.items() for step, loss in curve.items()
-    )
-    found = []
-    for step, losses in points.items():
-        if len(losses) > 1:
-            low, lowest = min(losses)
-            high, highest = max(losses)
-            found.append(Difference(high - low, step, low, lowest, highest))
-    return found
+def differences(by_sync: Curves) -> list[float]:
+    """Return the range of the losses at each step that at least two curves have."""
+    points = grouped((step, loss) for curve in by_sync.values() for step, loss in curve.items())
+    return [max(losses) - min(losses) for losses in points.values() if len(losses) > 1]
 
 
 @dataclass

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from common.say import bandwidth_text, duration_text
 from common.utils.typed_json import Facts
 from lab.comparison.record import Comparison
-from lab.predict.readable import bandwidth_text, duration_text
-from lab.report.view import ComparisonGroup, rate_text
+from lab.report.view import ComparisonGroup, link_text
 
 _LABELS = {
     "dataset": "data",
@@ -63,7 +63,7 @@ def block_settings(block: ComparisonGroup, comparison: Comparison) -> list[tuple
     repeats = [repeat for row in block.rows for repeat in row.cell.repeats]
     batch_sizes = {row.cell.batch_size for row in block.rows if row.cell.batch_size}
     own = comparison.group_facts(block.group) | {
-        "link rate": rate_text(block.rate),
+        "link rate": link_text(block.rate),
         "global batch size": sorted(batch_sizes),
         "seeds": sorted({repeat.seed for repeat in repeats}),
     }
@@ -77,7 +77,7 @@ def _value(name: str, value: Any) -> str:
     if name in _UNITS and isinstance(value, float):
         return _UNITS[name](value)
     if name == "rates" and value and isinstance(value, list):
-        return ", ".join(map(rate_text, value))
+        return ", ".join(map(link_text, value))
     if value in (None, [], "", [None]):
         return "none"
     if isinstance(value, list):

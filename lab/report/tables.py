@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
+from common.say import percent
 from common.sync.memory_cost import KINDS, Memory
 from lab.report.causes import Gap
-from lab.report.equality import wrong_rows
+from lab.report.claims import wrong_rows
 from lab.report.losses import loss_table
 from lab.report.view import (
     NOTHING,
@@ -22,8 +23,7 @@ from lab.report.view import (
     Place,
     Rows,
     interval_text,
-    percent,
-    rate_text,
+    link_text,
     seconds_text,
     what_is_emulated,
 )
@@ -202,7 +202,7 @@ def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
         "nodes": row.nodes,
         "ranks": row.ranks,
         "group": block.group,
-        "rate": rate_text(row.cell.rate),
+        "rate": link_text(row.cell.rate),
         "exact": int(row.exact),
         "emulated": int(block.emulated),
         "status": row.cell.status,

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lab.report.causes import BUSY, Gap, load, messages, times_text, why
-from lab.report.equality import check
+from common.say import factor_text, listed, percent
+from lab.report.causes import BUSY, Gap, load, messages, why
+from lab.report.claims import check
 from lab.report.findings import (
-    ONE_PROCESS,
     ReportFinding,
     speed,
     strategies,
@@ -16,9 +16,7 @@ from lab.report.view import (
     CellRow,
     ComparisonGroup,
     Rows,
-    listed,
-    percent,
-    rate_text,
+    link_text,
     seconds_text,
 )
 
@@ -52,7 +50,7 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     if wrong:
         return _of_wrong_results(block, rows, wrong)
     text = f"{_where(block, nodes)} {speed(rows)}{_one_node_alone(rows[0])}"
-    text += f"{_equality(block, rows)}{_machine(rows)}."
+    text += f"{_averaging(block, rows)}{_machine(rows)}."
     return Verdict(text, _numbers(rows), False, _why(rows))
 
 
@@ -67,8 +65,8 @@ def _of_one_node(rows: Rows) -> Verdict:
 def _of_wrong_results(block: ComparisonGroup, rows: Rows, wrong: Sequence[str]) -> Verdict:
     """Return what is wrong, and which of the other strategies is fastest."""
     nodes = rows[0].nodes
-    doubtful = check(block, nodes).doubtful
-    right = [row for row in rows if row.sync not in doubtful]
+    contradicted = check(block, nodes).contradicted
+    right = [row for row in rows if row.sync not in contradicted]
     text = wrong[0]
     if len(wrong) > 1:
         text += f" ({len(wrong) - 1} more below)"
@@ -80,7 +78,7 @@ def _of_wrong_results(block: ComparisonGroup, rows: Rows, wrong: Sequence[str]) 
 def _where(block: ComparisonGroup, nodes: int) -> str:
     """Return where it was measured: ``On 4 emulated nodes at 1 Gbit/s``."""
     emulated = " emulated" if block.emulated else ""
-    link = f" at {rate_text(block.rate)}" if block.rate is not None else ""
+    link = f" at {link_text(block.rate)}" if block.rate is not None else ""
     each = ""
     if block.ranks_per_node > 1:
         each = f" with {block.ranks_per_node} ranks each"
@@ -119,23 +117,19 @@ def _machine(rows: Rows) -> str:
     return f"; the machine was busy ({text})"
 
 
-def _equality(block: ComparisonGroup, rows: Rows) -> str:
-    """Return the part of the sentence that says whether the strategies compute the same."""
-    result = check(block, rows[0].nodes)
-    if len(result.equal) > 1:
+def _averaging(block: ComparisonGroup, rows: Rows) -> str:
+    """Return the part of the sentence that says whether every rank got the mean gradient."""
+    claims = check(block, rows[0].nodes)
+    if claims.right:
         exact = sum(row.exact for row in rows)
-        who = strategies(result.equal, of=len(rows))
-        all_exact_agree = len(result.equal) == exact
-        if all_exact_agree and len(rows) > exact > 2:
+        who = strategies(list(claims.right), of=len(rows))
+        if len(claims.right) == exact and len(rows) > exact > 2:
             who = f"the {exact} exact strategies"
-        return f"; {who} compute the same"
-    if result.confirmed:
-        return f"; {listed(result.confirmed)}: equal to {ONE_PROCESS}"
-    if not result.untested:
+        return f"; with {who} every rank got the mean gradient in the first step"
+    if not claims.unchecked:
         return ""
-    what = "they compute the same" if len(rows) > 1 else "it computes the mean gradient"
-    reasons = listed(list(dict.fromkeys(result.untested.values())))
-    return f"; whether {what} was not tested ({reasons})"
+    reasons = listed(list(dict.fromkeys(claims.unchecked.values())))
+    return f"; whether every rank got the mean gradient was not checked ({reasons})"
 
 
 def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
@@ -148,12 +142,14 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
         exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)})"
         numbers.append(("exposed communication", exposed, f"mean over the ranks of {best.name}"))
     if len(rows) > 1:
-        ratio = times_text(last.step / best.step)
+        ratio = f"{factor_text(last.step / best.step)} times"
         gap = Gap(best, last)
         note = f"{last.sync} over {best.sync}"
         if not gap.by_messages:
             note += "; most of it is not communication"
         numbers.append(("slowest over fastest", ratio, note))
     elif best.nodes > 1 and best.speedup:
-        numbers.append(("speed-up", times_text(best.speedup), f"{best.name} over one {best.alone}"))
+        numbers.append(
+            ("speed-up", f"{factor_text(best.speedup)} times", f"{best.name} over one {best.alone}")
+        )
     return numbers

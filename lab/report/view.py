@@ -13,8 +13,9 @@ from itertools import chain
 from statistics import fmean, median
 from typing import Literal
 
-from common.errors import UserError, count
+from common.errors import UserError
 from common.reporting.run_files import shared_nodes
+from common.say import count, listed, rate_text
 from common.sync import STRATEGIES
 from common.sync.memory_cost import Memory
 from common.utils.grouping import grouped
@@ -33,7 +34,6 @@ from lab.units import parse_rate
 NOTHING = "–"
 Place = Literal["node", "rank"]
 Interval = tuple[float, float]
-_RATE_UNITS = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
 _NOT_MEASURED = Medians(
     step=0.0, data=0.0, forward=0.0, backward=0.0, sync=0.0, update=0.0, wait=0.0, wire=0.0
 )
@@ -359,8 +359,8 @@ def blocks(comparison: Comparison) -> list[ComparisonGroup]:
             labels.append(_group_label(comparison, group))
             suffix += f"-group{group}"
         if several_rates:
-            labels.append(rate_text(rate))
-            ending = rate if isinstance(rate, str) else rate_text(rate)
+            labels.append(link_text(rate))
+            ending = rate if isinstance(rate, str) else link_text(rate)
             suffix += "-" + re.sub(r"[^\w.]+", "_", ending)
         found.append(
             ComparisonGroup(
@@ -402,7 +402,7 @@ def _group_label(comparison: Comparison, group: int) -> str:
     apart = [
         f"{name.replace('_', ' ')} {own[name]}" for name in _differing(comparison) if name in own
     ]
-    return listed(apart, limit=2) if apart else f"group {group}"
+    return listed(apart, most=2) if apart else f"group {group}"
 
 
 def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) -> list[CellRow]:
@@ -460,10 +460,10 @@ def what_is_emulated(settings: GroupSettings) -> str:
             "learned: there are no losses and no accuracies, and memory is without activations; "
             "step times, overlap, waiting and bytes are valid"
         )
-    rates = [rate_text(rate) for rate in settings.rates or [] if rate is not None]
+    rates = [link_text(rate) for rate in settings.rates or [] if rate is not None]
     if rates:
         parts.append(
-            f"the nodes are network namespaces of one machine, with links of {' and '.join(rates)}"
+            f"the nodes are network namespaces of one machine, with links of {listed(rates)}"
         )
     if not parts:
         parts.append("network or compute were imitated on one machine")
@@ -475,19 +475,16 @@ def small_text(value: float, digits: int = 2) -> str:
     return f"{value:.{digits}g}".replace("e-0", "e-")
 
 
-def rate_text(rate: LinkRate | None) -> str:
+def link_text(rate: LinkRate | None) -> str:
     """Return a link rate as text; ``rate`` is bits per second, a text for ``--rate``, or None."""
     if isinstance(rate, str):
         try:
-            return rate_text(parse_rate(rate))
+            return link_text(parse_rate(rate))
         except UserError:
             return rate
     if rate is None:
         return "unshaped"
-    for unit, size in _RATE_UNITS:
-        if rate >= size:
-            return f"{rate / size:g} {unit}"
-    return f"{rate:g} bit/s"
+    return rate_text(rate, digits=6)
 
 
 def seconds_text(value: float, scale: float) -> str:
@@ -506,19 +503,3 @@ def interval_text(row: CellRow) -> str:
         return ""
     low, high = ends
     return f" [{seconds_text(low, row.step)}, {seconds_text(high, row.step)}]"
-
-
-def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:
-    """Return a share as text: ``25 %``."""
-    sign = "+" if signed else ""
-    return f"{100 * share:{sign}.{digits}f} %"
-
-
-def listed(names: Sequence[str], *, limit: int = 20) -> str:
-    """Return ``a, b and c``; of more than ``limit`` names, the number of the others."""
-    shown = list(names[:limit])
-    if len(names) > limit:
-        shown.append(f"{len(names) - limit} more")
-    if len(shown) < 2:
-        return "".join(shown)
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"

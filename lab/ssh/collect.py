@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from common.errors import UserError, count, first_of
+from common.errors import UserError
+from common.say import count, listed
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm
 from lab.ssh.hosts import Host, SSHOptions, explain, parse_hosts, refuse_hosts
@@ -95,7 +96,7 @@ def _tell(
 ) -> None:
     """Print what was copied, from where, and what was not."""
     for run, hosts in sorted(sources.items()):
-        say(f"{output_dir / run}: from {first_of(hosts)}")
+        say(f"{output_dir / run}: from {listed(hosts)}")
     folders = " ".join(str(output_dir / run) for run in sorted(sources))
     kinds = Counter(outcomes.values())
     say(
@@ -105,7 +106,7 @@ def _tell(
     for kind, why in _LEFT.items():
         left = [calm(name) for name, outcome in outcomes.items() if outcome == kind]
         if left:
-            say(f"warning: {count(len(left), 'file')} not copied: {first_of(left)}: {why}")
+            say(f"warning: {count(len(left), 'file')} not copied: {listed(left)}: {why}")
 
 
 class Wanted(NamedTuple):
@@ -193,7 +194,7 @@ def _received(remote: Remote) -> Iterator[tuple[str, bytes | None]]:
     if remote.ready and (remote.result is None or not whole):
         raise UserError(
             f"{remote.host}: its files were not copied completely "
-            f"({first_of(remote.errors[-1:])}): run lab collect again"
+            f"({listed(remote.errors[-1:])}): run lab collect again"
         )
 
 

@@ -14,7 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.errors import UserError, count
+from common.errors import UserError
+from common.say import count
 from common.utils.paths import BASE
 from common.utils.typed_json import shown
 
@@ -260,7 +261,7 @@ def refuse_hosts(
     """Raise UserError with a line for each host that has a problem, if any has."""
     if not problems:
         return
-    lines = [f"{len(problems)} of {count(of, 'host')} {what}"]
+    lines = [f"{len(problems):,} of {count(of, 'host')} {what}"]
     lines += [f"  {host}: {problem}" for host, problem in list(problems.items())[:_MOST_NAMED]]
     if len(problems) > _MOST_NAMED:
         lines.append(f"  and {len(problems) - _MOST_NAMED} more")

@@ -16,7 +16,8 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from common.errors import INTERRUPTED, TO_BE_CONTINUED, count, first_of
+from common.errors import INTERRUPTED, TO_BE_CONTINUED
+from common.say import count, listed
 from common.utils.paths import new_folder
 from common.utils.processes import on_signals, shell_status
 from common.utils.system import allow_most_descriptors
@@ -224,7 +225,7 @@ def _report_failure(
         culprit = lost[0].host.rank
         message = (
             f"the connection to {lost[0].host} broke after {end.seconds:.1f} s "
-            f"({first_of(lost[0].errors[-1:])[:200]}); the other hosts were stopped, and "
+            f"({listed(lost[0].errors[-1:])[:200]}); the other hosts were stopped, and "
             f"{_left_text(lost, end)}"
         )
     if not prefixed.shows(culprit):
@@ -239,6 +240,6 @@ def _report_failure(
 def _left_text(lost: Sequence[Remote], end: _End) -> str:
     """Return what becomes of the processes on hosts whose connection broke."""
     return (
-        f"processes on {first_of([node.host for node in lost])} end by themselves "
+        f"processes on {listed([node.host for node in lost])} end by themselves "
         f"{end.silence_seconds:g} s after the connection broke"
     )

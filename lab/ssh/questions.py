@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from common.config.recipes import find_recipe, read_recipe
-from common.errors import UserError, first_of
+from common.errors import UserError
+from common.say import listed
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.source_hash import code_differences
 from lab.processes.prefixed_output import PrefixedOutput
@@ -133,7 +134,7 @@ def doctor_passes(
             if line not in doctors[0].lines:
                 prefixed.show(doctor.host.rank, line)
     if failed:
-        names = first_of([doctor.host for doctor in failed])
+        names = listed([doctor.host for doctor in failed])
         print(f"error: lab doctor found failures on {names}: nothing was started", file=sys.stderr)
     return not failed
 

@@ -35,6 +35,7 @@ from lab.predict import (
     validation,
 )
 from lab.predict.calibration_file import Calibration
+from lab.predict.sentences import templates
 from lab.strategy_style import color, marker
 
 FORMAT = 1
@@ -161,6 +162,7 @@ def page_data(
         "models": [_model(calibration, name) for name in names],
         "calibration": _calibration(calibration, is_reference=is_reference),
         "presets": _presets(calibration),
+        "sentences": templates(),
         "families": _families(),
         "measured": measured,
         "questions": questions,

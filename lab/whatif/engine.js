@@ -774,20 +774,21 @@ const Engine = (() => {
     return { root: sent(0) / plan.period, others: others / sampled.size / plan.period };
   };
 
+  /** Return a sentence of lab/predict/sentences.toml with its fields filled. */
+  const said = (data, name, fields = {}) =>
+    data.sentences[name].replace(/\{(\w+)\}/g, (_, field) => fields[field]);
+
   /** Return the condition under which a row holds; "" if there is none. */
   const noteOf = (setting, name, ranks) => {
     const { state, leastSamples } = setting;
-    if (name === "none" && ranks > 1) {
-      return "no gradient exchange: each node trains its own model";
-    }
+    const { data } = setting;
+    if (name === "none" && ranks > 1) return said(data, "no_exchange");
     if (state.scaling !== "strong" || ranks * leastSamples <= state.batch_size) return "";
     const owner = state.ranks_per_node === 1 ? "node" : "rank";
     const batch = (ranks * leastSamples).toLocaleString("en-US");
-    const needs =
-      leastSamples > 1
-        ? `BatchNorm needs ${leastSamples} samples a ${owner}`
-        : `each ${owner} needs a sample`;
-    return `predicted for a global batch of ${batch}: ${needs}`;
+    const needed = leastSamples > 1 ? "needs_samples" : "needs_sample";
+    const needs = said(data, needed, { samples: leastSamples, owner });
+    return said(data, "larger_batch", { batch, needs });
   };
 
   /**
@@ -889,7 +890,7 @@ const Engine = (() => {
   // What timeline.js takes a step apart with.
   const parts = { settingOf, scheduleOf, price, computeOf, besidePass, stepSeconds };
 
-  return { row, curve, draws, interval, lineTerms, lineSeconds, parts };
+  return { row, curve, draws, interval, said, lineTerms, lineSeconds, parts };
 })();
 
 if (typeof module !== "undefined") module.exports = Engine;

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import UserError, count
+from common.errors import UserError
+from common.say import count, duration_text, rate_text
 from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from common.utils.paths import REPOSITORY
@@ -20,7 +21,6 @@ from lab.predict.common_models import common_models
 from lab.predict.observed import read_observed
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import PublishedStep, published_path, read_published
-from lab.predict.readable import duration_text
 from lab.predict.scenario import Scenario
 from lab.whatif.data import State
 
@@ -157,7 +157,7 @@ def _sentences(row: PublishedStep, scenario: Scenario) -> list[str]:
     if row.rate_gbit is None:
         sentences.append(
             "The rate of the links is not stated. The page takes one above what the software "
-            f"passes ({scenario.software_bits / 1e9:.2g} Gbit/s), so the software is the limit."
+            f"passes ({rate_text(scenario.software_bits)}), so the software is the limit."
         )
     if scenario.node_step_seconds is not None:
         sentences.append(

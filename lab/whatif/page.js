@@ -184,7 +184,7 @@ const Page = (() => {
       const rows = [
         ...passes.map(({ name, begin, end }) => [name, "", ms(begin), ms(end), ""]),
         ...messages.map((message) => [
-          `${message.count > 1 ? `${Words.grouped(message.count)} × ` : ""}${message.kind}, ${message.where}`,
+          `${message.count > 1 ? `${Words.grouped(message.count)} × ` : ""}${message.kind}`,
           Words.bytes(message.nbytes), ms(message.begin), ms(message.end), ms(exposed(message)),
         ]),
       ];

@@ -18,12 +18,12 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
+from common.say import bytes_text, duration_text, range_text
 from common.utils.atomic_files import write_atomically
 from lab.predict.calibration_file import Calibration, calibration_path, find_calibration
 from lab.predict.cli import GRADIENT_BYTES
 from lab.predict.cluster import TypicalCluster, typical_latency
 from lab.predict.own_model import with_gradient_bytes, with_own_model
-from lab.predict.readable import bytes_text, duration_text, range_text
 from lab.predict.scenario import Scenario
 from lab.predict.tables import PredictedStep, message_plans, predict_table
 from lab.whatif.data import State, page_data

@@ -11,8 +11,8 @@
  *     of data.strategies; the marker is one of matplotlib's letters
  *
  * @typedef {{kind: string, nbytes: number, count: number, begin: number, end: number,
- *     ready: number, where: string, exposed: number[][]}} Message
- *     seconds; where: "between nodes" or "inside a node"; nbytes: of each of its `count` messages
+ *     ready: number, exposed: number[][]}} Message
+ *     seconds; nbytes: of each of its `count` messages
  * @typedef {{total_seconds: number, mean_seconds: number, about: string, messages: Message[],
  *     exposed: number[][], passes: {name: string, begin: number, end: number}[]}} Timeline
  *     as Timeline.timeline returns it
@@ -341,13 +341,13 @@ const Pictures = (() => {
   // -- one step as a timeline -------------------------------------------------------------------
 
   const ROW = 28; // pixels: height of a row's bars
-  const READY = 9; // of the marks above a link's bars
+  const READY = 9; // of the marks above the messages' bars
   const WAIT = "url(#stripes-wait)";
   const EXPOSED = "url(#stripes-wire)";
   const HIDDEN = { fill: SECTIONS.wire, "fill-opacity": 0.6 };
 
   /**
-   * Draw one step: what computes, and each message on its link.
+   * Draw one step: what computes, and each message.
    *
    * @param {SVGElement} svg
    * @param {object} data of the page; not used
@@ -372,10 +372,7 @@ const Pictures = (() => {
     const x = linear(0, step.total_seconds, LEFT, right);
     const top = 14 + (step.about ? 2.5 : 1.5) * LINE;
     let y = addPasses(drawing, x, step, top);
-    for (const place of ["between nodes", "inside a node"]) {
-      const messages = step.messages.filter((message) => message.where === place);
-      if (messages.length) y = addLink(drawing, x, place, messages, y);
-    }
+    if (step.messages.length) y = addMessages(drawing, x, step.messages, y);
     const ends = step.passes.map((pass) => `M${round(x(pass.end))} ${top + LINE}V${y}`);
     addPath(drawing, "ends", ends.join(""), { stroke: FAINT });
     const moments = linearTicks(0, step.total_seconds, Math.floor((right - LEFT) / 64) + 1);
@@ -422,8 +419,8 @@ const Pictures = (() => {
     return y + ROW;
   }
 
-  /** Draw a link's messages and when each became ready; return where the next row begins. */
-  function addLink(drawing, x, place, messages, top) {
+  /** Draw the messages and when each became ready; return where the next row begins. */
+  function addMessages(drawing, x, messages, top) {
     const y = top + LINE + READY;
     const item = ([begin, end]) => ({ x: x(begin), y, width: x(end) - x(begin), height: ROW });
     const items = messages.map((message, index) => ({
@@ -436,14 +433,14 @@ const Pictures = (() => {
     const wide = items.filter(({ width }) => width >= 4);
     const lines = wide.map((bar) => `M${round(bar.x)} ${y}v${ROW}`);
     const ready = messages.map((message) => `M${round(x(message.ready))} ${y - READY + 2}v6`);
-    addText(drawing, place, LEFT, top + LINE - 5);
+    addText(drawing, "messages", LEFT, top + LINE - 5);
     addBoxes(drawing, "lane", [lane], { fill: INK, "fill-opacity": 0.05 });
     addBoxes(drawing, "message", items, HIDDEN);
     addBoxes(drawing, "exposed", exposed, { fill: EXPOSED });
     addPath(drawing, "lines", lines.join(""), { stroke: PAPER });
     addPath(drawing, "ready", ready.join(""), { stroke: INK });
     addMessageTexts(drawing, items);
-    addStop(drawing, `${place}, ${Words.counted(items.length, "message")}`, items);
+    addStop(drawing, Words.counted(items.length, "message"), items);
     return y + ROW + LINE;
   }
 
@@ -462,10 +459,10 @@ const Pictures = (() => {
   }
 
   function messageLines(message, index, count) {
-    const { kind, begin, end, ready, where, exposed } = message;
+    const { kind, begin, end, ready, exposed } = message;
     return [
       `message ${index + 1} of ${count}: ${kind}`,
-      `${messageBytes(message)} ${where}`,
+      messageBytes(message),
       `takes ${Words.duration(end - begin)}, ${Words.duration(summed(exposed))} of it exposed`,
       `from ${Words.duration(begin)} to ${Words.duration(end)}, ready at ${Words.duration(ready)}`,
     ];

@@ -19,7 +19,6 @@ const Timeline = (() => {
     begin,
     end,
     ready,
-    where: line.stages.some((found) => found.onLink) ? "between nodes" : "inside a node",
   });
 
   /** Return the messages of the forward pass: all start with the step, and end in order. */

@@ -2,7 +2,7 @@
 
 /**
  * Numbers and sentences for a reader, as `lab predict` prints them: `Words.sentence` is the answer
- * of lab/predict/printing.py, and the numbers are those of lab/predict/readable.py. Touches no DOM.
+ * of lab/predict/printing.py, and the numbers are those of common/say.py. Touches no DOM.
  */
 const Words = (() => {
   const DURATIONS = [["h", 3600], ["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]];
@@ -95,11 +95,8 @@ const Words = (() => {
   /** Return "1 node", "4,096 nodes". */
   const counted = (count, noun) => `${grouped(count)} ${noun}${count === 1 ? "" : "s"}`;
 
-  function nameOf(change, row) {
-    if (change === "network") return "a network twice as fast";
-    if (change === "compute") return "processors twice as fast";
-    return `${grouped(2 * row.nodes)} nodes instead of ${grouped(row.nodes)}`;
-  }
+  const nameOf = (data, change, row) =>
+    Engine.said(data, change, { doubled: grouped(2 * row.nodes), nodes: grouped(row.nodes) });
 
   /** Return what a reader may buy: more nodes only as far as they are predicted. */
   function purchases(data, state, row) {
@@ -120,16 +117,18 @@ const Words = (() => {
     return isDecided || row.gain_ranges[rival][1] < 1 + little ? [first] : [first, rival];
   }
 
-  function gainRange(row, change) {
-    const [low, high] = row.gain_ranges[change];
-    return `(80 %: ${times(low)} to ${times(high)})`;
+  function gainRange(data, row, change) {
+    const [low, high] = row.gain_ranges[change].map(times);
+    return Engine.said(data, "factors", { low, high });
   }
 
   /** Return what a change does that is not the best one. */
-  function effect(little, gain) {
-    if (gain < 1 - little / 2) return `would make it slower (${times(gain)})`;
-    if (gain < 1 + little) return `would bring almost nothing (${times(gain)})`;
-    return `would bring ${times(gain)} times`;
+  function effect(data, change, row) {
+    const { little } = data.constants;
+    const gain = row.gains[change];
+    let size = gain < 1 + little ? "little" : "more";
+    if (gain < 1 - little / 2) size = "slower";
+    return Engine.said(data, size, { change: nameOf(data, change, row), factor: times(gain) });
   }
 
   /** Return a text as a sentence; "" stays. */
@@ -142,18 +141,19 @@ const Words = (() => {
     const inTurn = purchases(data, state, row).sort((a, b) => row.gains[b] - row.gains[a]);
     const [first, rival] = bestPurchases(data, state, row);
     if (rival === undefined && row.gains[first] < 1 + little) {
-      const each = inTurn.map((change) => `${nameOf(change, row)} ${gainOf(change)}`);
-      return `Nothing would bring much: ${each.join(", ")} times the speed.`;
+      const each = inTurn.map((change) => `${nameOf(data, change, row)} ${gainOf(change)}`).join(", ");
+      return Engine.said(data, "nothing", { each });
     }
-    let text = `${nameOf(first, row)} would bring most: ${gainOf(first)} times the speed`;
+    const fields = { best: nameOf(data, first, row), factor: gainOf(first) };
     if (rival !== undefined) {
-      text =
-        `what brings more is not decided: ${nameOf(first, row)} ${gainOf(first)} times the speed ` +
-        `${gainRange(row, first)}, or ${nameOf(rival, row)} ${gainOf(rival)} ` +
-        gainRange(row, rival);
+      fields.range = gainRange(data, row, first);
+      fields.rival = nameOf(data, rival, row);
+      fields.rival_factor = gainOf(rival);
+      fields.rival_range = gainRange(data, row, rival);
     }
+    const text = Engine.said(data, rival === undefined ? "most" : "open", fields);
     const others = inTurn.filter((change) => change !== first && change !== rival);
-    const effects = others.map((change) => `${nameOf(change, row)} ${effect(little, row.gains[change])}`);
+    const effects = others.map((change) => effect(data, change, row));
     return sentenceOf([text, ...effects].join("; "));
   }
 
@@ -165,18 +165,19 @@ const Words = (() => {
    */
   function sentence(data, state, row) {
     if (row.nodes === 1 || state.focus === "none") return "";
-    const certain = range(row.low_seconds, row.high_seconds, " to ", row.step_seconds);
     const sentences = [
-      `${state.focus} on ${counted(row.nodes, "node")} takes ${duration(row.step_seconds)} a step ` +
-        `(80 %: ${certain}).`,
+      Engine.said(data, "step", {
+        strategy: state.focus,
+        nodes: counted(row.nodes, "node"),
+        seconds: duration(row.step_seconds),
+        range: range(row.low_seconds, row.high_seconds, " to ", row.step_seconds),
+      }),
       purchasesText(data, state, row),
-      `No network can bring more than ${times(row.gains["no messages"])} times the speed.`,
+      Engine.said(data, "no_messages", { factor: times(row.gains["no messages"]) }),
     ];
     if (state.scaling === "weak" && 2 * row.nodes <= data.constants.largest_nodes) {
-      sentences.push(
-        `${grouped(2 * row.nodes)} nodes would train ${times(row.gains.nodes)} times the samples a ` +
-          "second, in global batches twice as large.",
-      );
+      const fields = { nodes: grouped(2 * row.nodes), factor: times(row.gains.nodes) };
+      sentences.push(Engine.said(data, "weak_nodes", fields));
     }
     return sentences.join(" ");
   }

@@ -25,7 +25,7 @@ PACKAGES = {
     "sync": (["common/sync"], ["tests/common/sync", "tests/lab/proofs"], 10),
     "training_engine": (["common/training_engine"], ["tests/common/training_engine"], 10),
     "distributed": (["common/distributed"], ["tests/common/distributed"], 10),
-    "equality": (["lab/report/equality.py", "lab/report/verdict.py"], ["tests/lab/report"], 0),
+    "claims": (["lab/report/claims.py", "lab/report/verdict.py"], ["tests/lab/report"], 0),
     "findings": (["lab/audit/findings"], ["tests/lab/audit"], 0),
 }
 EACH = 30

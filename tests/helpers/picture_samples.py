@@ -24,14 +24,13 @@ def timeline(
     *,
     seconds: float = 0.1,
     wire: float = 1.0,
-    inside: bool = False,
     forward_waits: bool = False,
     strategy: str = "ddp",
 ) -> Picture:
     """Return one step whose forward, backward and update take 3, 6 and 1 tenths of ``seconds``.
 
-    wire : how long all messages take, relative to backward. inside : every other message stays
-    inside a node. forward_waits : a message must end before forward begins.
+    wire : how long all messages take, relative to backward. forward_waits : a message must
+    end before forward begins.
     """
     exposed = []
     sent = []
@@ -48,8 +47,7 @@ def timeline(
         begin = max(now, ready)
         now = begin + wire * 0.6 * seconds * (0.5 if index % 3 else 2.0) / messages
         own = [[max(begin, end_backward), now]] if now > end_backward else []
-        where = "inside a node" if inside and index % 2 else "between nodes"
-        sent.append({**_message(begin, now, ready, own, "all_reduce"), "where": where})
+        sent.append(_message(begin, now, ready, own, "all_reduce"))
     end_sync = max(now, end_backward)
     if end_sync > end_backward:
         exposed.append([end_backward, end_sync])
@@ -79,7 +77,6 @@ def _message(
         "begin": begin,
         "end": end,
         "ready": ready,
-        "where": "between nodes",
         "exposed": exposed,
     }
 
@@ -148,7 +145,7 @@ def cases() -> dict[str, dict[str, Picture]]:
         "four nodes": timeline(7, wire=1.3),
         "one node": {**timeline(0, strategy="none"), "nodes": 1},
         "most nodes": timeline(30, wire=12.0, strategy=flat),
-        "all strategies": timeline(8, inside=True, wire=1.4, strategy="hierarchical"),
+        "all strategies": timeline(8, wire=1.4, strategy="hierarchical"),
         "microseconds": timeline(3, seconds=4e-6),
         "hours": timeline(12, seconds=9000.0, forward_waits=True, strategy="sharded"),
         "one message": timeline(1, wire=0.4, strategy=flat),

@@ -9,7 +9,7 @@ import math
 
 from msgspec.structs import asdict
 
-from common.profiling.records import RankTimeline, SentMessage
+from common.profiling.records import GradientClaim, RankTimeline, SentMessage
 from common.reporting.run_files import RankRow, StepSeconds, TimelineFile
 from lab.comparison.record import Cell, Comparison, Medians, PredictedCell, Prediction, Repeat
 
@@ -83,7 +83,8 @@ def cell(
 ):
     """Return a cell with these ``entries``; failed and pending cells have no numbers.
 
-    losses : of each run from step 1 on; ``loss`` by default, with ``loss_shift`` from step 2 on.
+    losses : of each run from step 1 on; ``loss`` by default, with ``loss_shift`` from step 2 on
+    because the gradients were added up and never divided.
     """
     weak = scaling == "weak"
     result = Cell(
@@ -138,6 +139,7 @@ def cell(
             precision=precision,
             load_per_core=load,
             mean_iteration_seconds=1.1 * seconds.step,
+            claim=claim(nodes, result.exact, 1 if loss_shift else 1 / nodes),
         )
         result.repeats.append(outcome)
     result.medians = Medians(
@@ -151,6 +153,15 @@ def cell(
         for name, value in asdict(seconds).items()
     }
     return result
+
+
+def claim(nodes, exact, weight):
+    """Return what a run records of its first step: each gradient counts ``weight`` times."""
+    if nodes == 1:
+        return None
+    if not exact:
+        return GradientClaim(step=0, why_not="the strategy is lossy")
+    return GradientClaim(step=1, weights=[[weight] * nodes] * nodes, residue=2e-8)
 
 
 def on(nodes, *syncs, **options):

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from common.say import counts
 from lab.audit.findings import clocks, collectives, gradients, notices, samples, weights
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
 from lab.audit.findings.one_model import ActivationExchange
@@ -67,7 +68,7 @@ def run_checks(recordings: Sequence[Recording]) -> Checked:
 
 def _on(text: str, held: set[int], sizes: set[int]) -> str:
     """Return a sentence, with the numbers of ranks on which it held unless these are all."""
-    return text if held == sizes else f"{text} (on {' and '.join(map(str, sorted(held)))} ranks)"
+    return text if held == sizes else f"{text} (on {counts(held, 'rank')})"
 
 
 def _check_all(recording: Recording) -> Iterator[Outcome]:

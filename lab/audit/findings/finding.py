@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from common.say import counts
 from lab.audit.records import CodeLine
 from lab.evidence import CURES
 
@@ -150,13 +151,4 @@ def _merge_same(same: Sequence[Finding]) -> Finding:
 
 def _on_ranks(sizes: set[int], sentence: str) -> str:
     """Return a sentence with the numbers of ranks of the runs in which it holds."""
-    return f"on {ranks_text(sizes)}: {sentence}" if sizes else sentence
-
-
-def ranks_text(sizes: Iterable[int]) -> str:
-    """Return "2 and 3 ranks" or "1 rank"; "no ranks" without any."""
-    numbers = sorted(set(sizes))
-    if numbers == [1]:
-        return "1 rank"
-    listed = " and ".join(map(str, numbers))
-    return f"{listed or 'no'} ranks"
+    return f"on {counts(sizes, 'rank')}: {sentence}" if sizes else sentence

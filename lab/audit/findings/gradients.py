@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.say import listed
 from common.utils.gradient_fit import fit
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.gradient_fit import Update
-from lab.audit.findings.weights import SAME, Replicas, shortlist
+from lab.audit.findings.weights import SAME, Replicas
 from lab.audit.findings.where import (
     averages_weights,
     backward_line,
@@ -188,7 +189,7 @@ def _explained(seen: _Seen) -> Outcome:
         how=how,
         weights=how,
         counts=first.evidence.group_counts,
-        names=shortlist(always),
+        names=listed(always, most=3),
         some=len(always),
         every=len(first.names),
     )

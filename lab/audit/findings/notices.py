@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from common.say import listed
 from lab.audit.findings.epochs import (
     TrainingStep,
     is_sequential,
@@ -42,7 +43,7 @@ def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
     if len(runs) < 2 or len(local_sizes) > 1:
         return
     sizes = tuple(sorted(runs))
-    totals = " and ".join(f"{sum(runs[size].values()):,} with {size} ranks" for size in sizes)
+    totals = listed(f"{sum(runs[size].values()):,} with {size} ranks" for size in sizes)
     line = next((line for run in recordings if (line := loader_line(run))), None)
     yield replace(found("batch-grows", line, totals=totals), sizes=sizes)
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from common.say import listed
 from common.utils.gradient_fit import norms, side_by_side
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.where import (
@@ -179,12 +180,6 @@ def _as_named(parameters: Iterable[Parameter]) -> list[tuple[str, str, list[int]
     return [(row.key, row.name, row.shape) for row in parameters]
 
 
-def shortlist(names: Sequence[str]) -> str:
-    """Return the first names, and how many there are more."""
-    listed = ", ".join(names[:3])
-    return f"{listed} and {len(names) - 3} more" if len(names) > 3 else listed
-
-
 def _starts_apart(replicas: Replicas) -> bool:
     return 0 in replicas.weights and replicas.spread(0).max(initial=0.0) > START
 
@@ -198,7 +193,7 @@ def _different_start(replicas: Replicas) -> Finding:
         different=len(names),
         parameters=len(replicas.names),
         spread=spread.max(),
-        names=shortlist(names),
+        names=listed(names, most=3),
     )
 
 
@@ -217,8 +212,8 @@ def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:
 def _different_setting(
     line: CodeLine | None, step: int, name: str, values: Sequence[str | None]
 ) -> Finding:
-    listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-    return found("different-learning-rates", line, step=step, setting=name, values=listed)
+    of_ranks = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+    return found("different-learning-rates", line, step=step, setting=name, values=of_ranks)
 
 
 def _settings(step: Step) -> dict[str, str]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from common.errors import count
+from common.say import count
 from lab.evidence import explain, near
 from lab.learn.lessons.sync_batchnorm import check_sums, check_vgg11
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile, shown

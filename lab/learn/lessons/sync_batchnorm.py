@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
 from common.data import load_dataset
-from common.errors import UserError, count
+from common.errors import UserError
 from common.models import build_model
 from common.models.sync_batchnorm import MessageGroup, SyncBatchNorm, moments_over_ranks
 from common.profiling.comm_trace import MessageRecorder
+from common.say import count, listed
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile, shown
 
 # Values that each rank has of a channel. First 3 ranks: on 2, many causes look alike.
@@ -42,7 +43,7 @@ Ways = Iterator[tuple[str, Tensor]]  # what to say about a mistake, and what it 
 def check_sums(student: StudentFile, say: Say) -> None:
     """Check the student's sums on known values."""
     for shares in VALUES:
-        where = f"on {len(shares)} ranks with {_listed(shares)} values"
+        where = f"on {len(shares)} ranks with {listed(shares)} values"
         found = student.on_ranks(len(shares), _on_known_values, shares)
         for rank in found:
             if rank.problem:
@@ -63,19 +64,13 @@ def check_vgg11(student: StudentFile, say: Say) -> None:
             len(shares), _train_vgg11, shares, pictures, labels, limit_seconds=_LIMIT_SECONDS
         )
         told = (
-            f"VGG-11 on {len(shares)} ranks with {_listed(shares)} {name}, {STEPS} steps: with "
+            f"VGG-11 on {len(shares)} ranks with {listed(shares)} {name}, {STEPS} steps: with "
             f"your sums the weights differ from one process's by {differences.own:.0e}, with "
             f"BatchNorm by {differences.local:.0e}"
         )
         if not differences.own <= _EQUAL:
             raise Mistake(f"the known values are right, and yet {told}")
         say(told)
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    """Return "4, 2 and 7"."""
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} and {last}"
 
 
 def _messages(number: int) -> str:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from common.errors import count
+from common.say import count
 from lab.plot_style import (
     DASHES,
     INK,
@@ -22,7 +22,7 @@ from lab.plot_style import (
     line_key,
     title,
 )
-from lab.report.equality import wrong_rows
+from lab.report.claims import wrong_rows
 from lab.report.losses import Curves, curves, differences
 from lab.report.view import CellRow, ComparisonGroup, Rows, small_text
 from lab.strategy_style import color, marker
@@ -250,13 +250,13 @@ def _coincide(found: Curves) -> bool:
     """Return whether there are several curves, and nobody could see a difference between them."""
     values = [loss for curve in found.values() for loss in curve.values()]
     most = max(differences(found), default=None)
-    return most is not None and most.value <= _ONE_LINE * (max(values) - min(values))
+    return most is not None and most <= _ONE_LINE * (max(values) - min(values))
 
 
 def _in_words(where: str, found: Curves) -> str:
     """Return what coinciding curves show."""
     curve = next(iter(found.values()))
-    most = max(differences(found)).value
+    most = max(differences(found))
     apart = f"differ by at most {small_text(most)}" if most else "have the same loss at every step"
     return (
         f"on {where} the loss goes from {curve[min(curve)]:.3f} to "
@@ -287,10 +287,11 @@ def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[Dra
     right = {row.sync: found[row.sync] for row in rows if row not in wrong}
     if _coincide(right):
         apart = [row for row in rows if row in wrong]
-        what = "compute the same" if apart else "claim to be exact"
+        others = "other " if apart else ""
         longest = max(right.values(), key=len)
         look = {"color": INK, "linewidth": 1.8}
-        yield DrawnLine(f"the {len(right)} strategies that {what}", longest, look)
+        label = f"the {len(right)} {others}strategies that claim to be exact"
+        yield DrawnLine(label, longest, look)
     for index, row in enumerate(apart):
         width = 1.8
         if len(apart) > 1:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from common.reporting.run_files import TimelineFile
+from common.say import listed, percent
 from lab.comparison.record import Comparison
 from lab.plot_style import NothingToShowError, style
 from lab.report.drawings import figures
@@ -15,7 +16,7 @@ from lab.report.drawings.curves import draw_iterations, draw_loss, draw_ranks, l
 from lab.report.drawings.svg import inline, save, svg
 from lab.report.drawings.timeline import mean_overlap, overlap
 from lab.report.drawings.timeline_figure import Row, draw_timeline
-from lab.report.view import CellRow, ComparisonGroup, blocks, listed, percent, rate_text
+from lab.report.view import CellRow, ComparisonGroup, blocks, link_text
 
 
 class Drawing(NamedTuple):
@@ -127,7 +128,7 @@ def _lane_name(row: CellRow, rank: int) -> str:
 def _timeline_title(row: CellRow, timeline: TimelineFile) -> str:
     label = row.name
     if row.cell.rate is not None:
-        label += f" at {rate_text(row.cell.rate)}"
+        label += f" at {link_text(row.cell.rate)}"
     hidden = mean_overlap(timeline.ranks)
     if hidden is None:
         return f"{label}: no messages"
@@ -143,5 +144,5 @@ def _timeline_caption(timeline: TimelineFile) -> str:
     return (
         f"Step {timeline.step}, recorded with extra timers and not counted in the medians. Share "
         "of the message time before the rank's last gradient: "
-        f"{listed(shares, limit=8) or 'no messages'}."
+        f"{listed(shares, most=8) or 'no messages'}."
     )

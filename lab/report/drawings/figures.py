@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from common.errors import count
+from common.say import count, factor_text
 from common.utils.grouping import grouped
 from lab.plot_style import (
     INK,
@@ -26,7 +26,7 @@ from lab.plot_style import (
     section_style,
     title,
 )
-from lab.report.equality import wrong_rows
+from lab.report.claims import wrong_rows
 from lab.report.view import CellRow, ComparisonGroup, seconds_text
 from lab.strategy_style import color
 
@@ -114,7 +114,7 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
         low, middle, high = (min(each / row.ranks, right) for each in (ends[0], speedup, ends[1]))
         axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.6)
         axis.plot(middle, y, marker="o", markersize=6, color=color(row.sync))
-        _write_value(axis, y, f"{speedup:.2f} times")
+        _write_value(axis, y, f"{factor_text(speedup)} times")
 
     panels = _Panels(block, narrow=narrow, baseline=False, extra=0.5 if narrow else 0.35)
     panels.fill(draw, xlabel="efficiency", limits=(0, right * 1.03))

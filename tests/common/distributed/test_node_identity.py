@@ -69,10 +69,10 @@ def test_a_node_is_a_host_name_a_start_of_the_kernel_and_a_network(tmp_path):
 @pytest.mark.parametrize(
     ("identities", "layout", "crossings", "text"),
     [
-        ("aabb", [[0, 1], [2, 3]], 2, "2 nodes: ranks 0-1 on a, ranks 2-3 on b"),
-        ("abab", [[0, 2], [1, 3]], 4, "2 nodes: ranks 0, 2 on a, ranks 1, 3 on b"),
-        ("abca", [[0, 3], [1], [2]], 3, "3 nodes: ranks 0, 3 on a, rank 1 on b, rank 2 on c"),
-        ("bbab", [[0, 1, 3], [2]], 2, "2 nodes: ranks 0-1, 3 on b, rank 2 on a"),
+        ("aabb", [[0, 1], [2, 3]], 2, "2 nodes: ranks 0-1 on a; ranks 2-3 on b"),
+        ("abab", [[0, 2], [1, 3]], 4, "2 nodes: ranks 0 and 2 on a; ranks 1 and 3 on b"),
+        ("abca", [[0, 3], [1], [2]], 3, "3 nodes: ranks 0 and 3 on a; rank 1 on b; rank 2 on c"),
+        ("bbab", [[0, 1, 3], [2]], 2, "2 nodes: ranks 0-1 and 3 on b; rank 2 on a"),
         ("aaa", [[0, 1, 2]], 0, "1 node: ranks 0-2 on a"),
         ("a", [[0]], 0, "1 node: rank 0 on a"),
     ],
@@ -88,10 +88,10 @@ def test_the_ranks_of_each_node(identities, layout, crossings, text):
 
 def test_nodes_of_one_host_name_are_told_apart_and_many_nodes_are_cut():
     text = nodes_text([[0, 1], [2]], ["vm"] * 3)
-    assert text == "2 nodes: ranks 0-1 on node 0 (vm), rank 2 on node 1 (vm)"
+    assert text == "2 nodes: ranks 0-1 on node 0 (vm); rank 2 on node 1 (vm)"
     many = nodes_text(layout_of([rank // 2 for rank in range(40)]), list(map(str, range(40))))
-    assert many.startswith("20 nodes: ranks 0-1 on 0, ranks 2-3 on 2,")
-    assert many.endswith("ranks 14-15 on 14 and 12 more")
+    assert many.startswith("20 nodes: ranks 0-1 on 0; ranks 2-3 on 2;")
+    assert many.endswith("ranks 14-15 on 14; 12 more")
 
 
 def peers(*places, sizes=None):

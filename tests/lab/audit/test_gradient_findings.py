@@ -262,7 +262,7 @@ def test_evidence_has_the_numbers_and_the_line():
     assert "1.500 times" in literal.evidence[0]
     (cut,) = findings(train(norm_clipped, changes=[clips(35)]))
     norm = np.linalg.norm(gradients(0, 0))
-    assert f"rank 0's gradient is cut to {35 / norm:.1%} of its length" in cut.evidence[0]
+    assert f"rank 0's gradient is cut to {3500 / norm:.1f} % of its length" in cut.evidence[0]
     assert str(cut.at) == "main.py:9: clip"
 
 

@@ -417,7 +417,7 @@ def test_ranks_know_who_shares_their_node_and_all_share_the_machines_cores(forki
     assert {rank["threads"] for rank in ranks} == {max(1, usable_cores() // 4)}
     card = (tmp_path / "node0.log").read_text()
     host = os.uname().nodename
-    places = f"4 on 2 nodes: ranks 0-1 on node 0 ({host}), ranks 2-3 on node 1 ({host})"
+    places = f"4 on 2 nodes: ranks 0-1 on node 0 ({host}); ranks 2-3 on node 1 ({host})"
     assert re.search(f"^ranks +{re.escape(places)}$", card, re.MULTILINE)
 
 

@@ -192,8 +192,8 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     assert states(results) == pending | {"ring-n2": "partial"}
     assert results.cells[2].medians.step == 0.83
     assert results.warnings[0] == (
-        "1 of 6 runs are done; missing: none-n1 (runs 0,5), all_reduce-n2 (runs 1,4), ring-n2 "
-        "(run 3)"
+        "1 of 6 runs are done; missing: none-n1 (runs 0 and 5), all_reduce-n2 (runs 1 and 4), "
+        "ring-n2 (run 3)"
     )
     assert "--array=0-1,3-5%1" in results.warnings[1]
     done = "run 2 (ring on 2 ranks, repeat 1) is already done; nothing to do\n"
@@ -277,7 +277,10 @@ def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
         ("ring-n2", 0, "partial", False),
         ("ring-n2-g1", 1, "done", True),  # two ranks of one host, which has one core
     ]
-    cpus, cores = "cpu: A in runs 0-1,3; B in runs 2", "usable_cores: 8 in runs 0-1,3; 1 in runs 2"
+    cpus, cores = (
+        "cpu: A in runs 0-1 and 3; B in runs 2",
+        "usable_cores: 8 in runs 0-1 and 3; 1 in runs 2",
+    )
     assert results.differences == [cpus, cores]
     assert (results.groups["1"]["cpu"], results.environment["cpu"]) == ("B", "A")
     assert "different kinds of machines" in results.warnings[0]

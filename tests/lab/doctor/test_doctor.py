@@ -153,11 +153,11 @@ def test_other_versions_code_data_and_cores_are_named_with_who_has_them():
 SHARED = {  # the node of each rank, the address of rank 0: what is told of them
     ("ab", "10.9.0.1"): "ok: each rank has a node of its own",
     ("aa", "127.0.0.1"): "ok: 1 node: ranks 0-1 on a",
-    ("aabb", "10.9.0.1"): "ok: 2 nodes: ranks 0-1 on a, ranks 2-3 on b",
+    ("aabb", "10.9.0.1"): "ok: 2 nodes: ranks 0-1 on a; ranks 2-3 on b",
     ("aa", "10.9.0.1"): "warning: 1 node: .* all ranks share one node, .* --master-ip 10.9.0.1",
     ("abbc", "10.9.0.1"): r"warning: 3 nodes: .* different numbers of ranks \(1, 2, 1\)",
-    ("abab", "10.9.0.1"): "warning: 2 nodes: ranks 0, 2 on a, .* node to node 4 times .* of 2",
-    ("abba", "10.9.0.1"): "ok: 2 nodes: ranks 0, 3 on a, ranks 1-2 on b",  # the ring closes on a
+    ("abab", "10.9.0.1"): "warning: 2 nodes: ranks 0 and 2 on a; .* node to node 4 times .* of 2",
+    ("abba", "10.9.0.1"): "ok: 2 nodes: ranks 0 and 3 on a; ranks 1-2 on b",  # the ring closes on a
 }
 
 
@@ -169,7 +169,7 @@ def test_ranks_that_share_a_node_are_named(nodes_of_ranks, master):
     assert re.match(SHARED[nodes_of_ranks, master], told(found))
     assert bool(found.remedy) == (found.status == "warning")
     if nodes_of_ranks == "abab":
-        assert "ranks 0-1 on a, ranks 2-3 on b" in found.remedy
+        assert "ranks 0-1 on a; ranks 2-3 on b" in found.remedy
 
 
 def test_ranks_that_share_a_gpu_would_not_use_nccl(monkeypatch):

@@ -302,7 +302,7 @@ WRONG = {
     '"**/part3/main.py"': ('"../ada/main.py"', "below the submission"),
     "ranks = [2]": ("ranks = [2, 63]", "at most"),
     "title = ": ("title ", "not TOML"),
-    "memory_gb = 3": ('mounts.data = "a"\nmounts."./data" = "b"', "data, ./data are one place"),
+    "memory_gb = 3": ('mounts.data = "a"\nmounts."./data" = "b"', "data and ./data are one place"),
     "disk_gb = 0.5": ('mounts.data = "missing"', "no such folder"),
     "processes = 400": ('environment.PATH = "/x"', "PATH cannot be set"),
     "limit_seconds = 120": ("environment.RANK = 0", "RANK differs from run to run"),

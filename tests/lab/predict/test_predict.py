@@ -225,7 +225,7 @@ def test_the_text_says_where_its_numbers_come_from_and_where_each_strategy_stops
     lines = capsys.readouterr().out.splitlines()
     assert REFERENCE.name in lines[0]
     assert "NOT" not in lines[0]
-    network = "links of 1,000 Mbit/s (6% headers); all_reduce: 200 µs a message, 118 MB/s"
+    network = "links of 1 Gbit/s (6 % headers); all_reduce: 200 µs a message, 118 MB/s"
     assert network in lines[2]
     rows = {name: [line for line in lines if line.startswith(f" {name} ")] for name in STRATEGIES}
     assert {len(both) for both in rows.values()} == {2}
@@ -350,7 +350,7 @@ def test_rates_are_compared_and_the_softwares_limit_is_said(capsys):
     text = capsys.readouterr().out
     [row] = [line.split() for line in text.splitlines() if line.startswith(" ring")]
     assert row[2:4] + row[7:9] == [f"{slow * 1e3:.0f}", "ms", f"{fast * 1e3:.0f}", "ms"]
-    assert f"passes {REFERENCE.network.software_bits / 1e9:.1f} Gbit/s at most" in text
+    assert f"passes {REFERENCE.network.software_bits / 1e9:.3g} Gbit/s at most" in text
     assert "200 µs a message (typical; --latency sets it)" in text
     assert predict("--json", "--sync", "ring", "--software-gbit", 100, links="--rate 25gbit") == 0
     [lifted] = json.loads(capsys.readouterr().out)["rows"]
@@ -375,7 +375,7 @@ def test_what_is_assumed_of_a_cluster_is_said_and_what_measures_it(capsys):
         f"{values.most_bits / 1e9:.3g} of 25 Gbit/s reach payload",
         "50 µs on the link (typical; --latency sets it)",
         f"{1e6 * values.message_seconds:.3g} µs in software",
-        f"scatter by {values.straggler:.1%}",
+        f"scatter by {100 * values.straggler:.1f} %",
         "`lab calibrate` or --fit measures yours",
     )
     for words in shown:
@@ -745,7 +745,7 @@ def test_ranks_with_processors_of_their_own_compute_alone_and_meet_at_a_typical_
     latency = f"{1e6 * NCCL.values.message_seconds:.3g} µs"
     gbytes = f"{NCCL.values.inside_bits / 8e9:.3g} GB/s"
     assert f"inside a node: {latency} a message, {gbytes} (typical; --rate-inside" in text
-    assert f"compute {loss:.1%} longer (typical; --node-step-time sets it)" in text
+    assert f"compute {100 * loss:.1f} % longer (typical; --node-step-time sets it)" in text
     assert "batch of a rank 64" in text
     assert predict(*own, "--node-step-time", "130ms", links="--rate 1gbit") == 0
     text = capsys.readouterr().out

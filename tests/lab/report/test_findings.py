@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from lab.comparison.record import Prediction
-from lab.predict.readable import bandwidth_text, duration_text
 from lab.report.findings import findings
 from lab.report.view import blocks, small_text
 from tests.helpers.report_samples import cell, predicted, results
@@ -69,8 +68,8 @@ def ring(repeats=None, settings=None, **values):
     return change | {f"settings.{name}": value for name, value in (settings or {}).items()}
 
 
-def wrong(by=0.01):
-    return {"ring": cell("ring", 2, loss_shift=by)}
+def wrong():
+    return {"ring": cell("ring", 2, loss_shift=0.01)}
 
 
 def errors(more_bytes=0, **by_sync):
@@ -103,17 +102,16 @@ NEAR = step("ddp", 0.55, 0.53, 0.56)
 FIRST = step("ring", 0.1, 0.1, 0.1)
 NO_TIMES = {"ring.medians": None, "ddp.medians": None}
 WEIGHTS = [ring({"equal_weights": equal}) for equal in (False, True)]
+DDP_UNCHECKED = {"ddp.repeats.claim": None}
 LOSSY = {"ring.exact": False, "ddp.repeats.test_accuracy": 0.43}
 MEANS = {f"{sync}.repeats.mean_iteration_seconds": None for sync in ("none", "ring", "ddp")}
 NO_INTERVALS = step("ring", 1, None, None) | step("ddp", 1, None, None)
 CASES = (
-    ("On 2 nodes ring is not equal to ddp, PyTorch's own, from step 2 on", wrong(), wrong(1e-6)),
-    ("On 2 nodes ring and ddp compute the same", SAME, wrong()),
-    ("a literal 2 is right by chance", SAME, wrong()),
-    (
-        "compute the mean gradient: number types or seeds differ (fp32, seed 0; fp32, seed 7)",
-        ring({"seed": 7}),
-    ),
+    ("in step 1 the gradients are added up and never divided", wrong(), SAME),
+    ("On 2 nodes with ring and ddp every rank's optimiser got the mean", SAME, wrong()),
+    ("On 2 nodes with ddp every rank's optimiser got the mean", wrong(), SAME),
+    ("a literal 2 is right by chance", SAME, ring({"claim": None}) | DDP_UNCHECKED),
+    ("whether ring gives every rank the mean gradient was not checked", ring({"claim": None})),
     ("the ranks of ring ended with different weights", *WEIGHTS),
     ("ddp is fastest: 0.514 s a step, 1.09 times as fast as ring.", SAME, NEAR),
     ("ddp and ring cannot be told apart (0.550 to 0.559 s; their 95 % intervals", NEAR, SLOW),
@@ -192,10 +190,5 @@ def test_weak_scaling_compares_samples_per_second():
     assert (ring.speedup, ring.efficiency) == pytest.approx((2 / 1.059, 1 / 1.059))
 
 
-def test_numbers_have_units_that_people_read():
-    bandwidths = {8.07e-10: "1.24 GB/s", 8e-8: "12.5 MB/s", 0.0: "unlimited"}
-    assert {value: bandwidth_text(value) for value in bandwidths} == bandwidths
-    seconds = {1.23e-5: "12.3 µs", 0.5634: "563 ms", 0.9999: "1 s", 9e-10: "0.9 ns"}
-    seconds |= {7200: "2 h", 1234: "1,230 s", 0: "0 s"}
-    assert {value: duration_text(value) for value in seconds} == seconds
+def test_tiny_numbers_keep_few_digits():
     assert [small_text(value) for value in (2.61e-5, 0.0171, 3.2)] == ["2.6e-5", "0.017", "3.2"]

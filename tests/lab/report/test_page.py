@@ -68,14 +68,14 @@ def test_the_page_says_which_ranks_shared_a_node_once_for_each_layout():
         for rank in run.ranks:
             rank.host, rank.node = "box", rank.rank // 2
     text = page(data)
-    assert text.count("ranks 0-1 on node 0 (box), ranks 2-3 on node 1 (box)") == 1
+    assert text.count("ranks 0-1 on node 0 (box); ranks 2-3 on node 1 (box)") == 1
     assert "1 node" not in text
 
 
 def test_what_is_wrong_stands_in_red_before_everything():
     data = results(("ring", "ddp"), (1, 2), predict=False)
     data.cells[1] = cell("ring", 2, loss_shift=0.1)
-    wrong = "ring is not equal to ddp"
+    wrong = "ring claims to be exact, but"
     places = positions(page(data), '<div class="note bad">', "✗", wrong, 'class="cards"')
     assert places == sorted(places)
     # with several groups, before all of them, and with the group's name
@@ -102,7 +102,7 @@ def test_a_wrong_strategy_is_marked_in_tables_and_figures():
     assert [note.get_text() for note in times.texts][1:] == ["0.569 s", "0.559 s", "0.514 s"]
     legend = draw_loss(found, narrow=False).legends[0]
     lines = [text.get_text() for text in legend.get_texts()]
-    assert lines[-2:] == ["the 2 strategies that compute the same", "✗ ring"]
+    assert lines[-2:] == ["the 2 other strategies that claim to be exact", "✗ ring"]
 
 
 def test_the_prediction_and_its_calibration():

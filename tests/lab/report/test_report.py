@@ -27,7 +27,7 @@ from lab.report.drawings.timeline import (
 )
 from lab.report.drawings.timeline_figure import Row, draw_timeline
 from lab.report.tables import csv_text, markdown
-from lab.report.view import blocks, rate_text
+from lab.report.view import blocks, link_text
 from tests.helpers.report_samples import cell, results
 
 FIGURES = ("step_time", "scaling", "bytes", "ranks", "iterations", "loss")
@@ -209,7 +209,7 @@ def test_groups_and_rates_never_share_a_figure(tmp_path):
         ("1 Gbit/s", "-1gbit", ["none-n1", "ring-n2-1gbit"]),
         ("200 Mbit/s", "-200_Mbit_s", ["none-n1", "ring-n2-200000000.0"]),
     ]
-    assert rate_text(None) == "unshaped"
+    assert link_text(None) == "unshaped"
 
 
 # an imported run: no one-node cell, no counted bytes, a loss that was not finite

@@ -226,5 +226,5 @@ def test_of_many_hosts_that_fail_some_are_named():
     with pytest.raises(UserError) as caught:
         refuse_hosts({Host(rank, f"h{rank}"): "no answer" for rank in range(400)}, of=1000)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "400 of 1000 hosts cannot take part; nothing was started"
+    assert lines[0] == "400 of 1,000 hosts cannot take part; nothing was started"
     assert (len(lines), lines[-1]) == (18, "  and 384 more")

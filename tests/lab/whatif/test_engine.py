@@ -220,22 +220,3 @@ def test_terms_are_those_of_the_event_model(quick_pages, costs):
             plan, REFERENCE.gradient_sizes, 8, network=links.network
         )
         assert terms == pytest.approx(expected, rel=1e-9)
-
-
-def test_messages_that_go_inside_a_node_say_so(quick_pages):
-    page = quick_pages[0]
-    state = preset_state(page, "cloudlab", ranks_per_node=4)
-    timeline, alone = in_node(
-        page.data,
-        [
-            ["timeline", state, "hierarchical"],
-            ["timeline", state | {"nodes": 1}, "all_reduce_flat"],
-        ],
-    )
-    places = [(message["kind"], message["where"]) for message in timeline["messages"]]
-    assert places == [
-        ("reduce", "inside a node"),
-        ("all_reduce", "between nodes"),
-        ("broadcast", "inside a node"),
-    ]
-    assert [message["where"] for message in alone["messages"]] == ["inside a node"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import lab.whatif
+from common.say import duration_text
 from lab.plot_style import SECTIONS
-from lab.predict.readable import duration_text
 from tests.helpers.browser import (
     needs_browser,
     overlapping,
@@ -179,8 +179,7 @@ def test_timeline(page, case):
     def ends(spans):
         return [[scale(begin), scale(end)] for begin, end in spans]
 
-    # One link after the other, as they are drawn.
-    sent = sorted(step["messages"], key=lambda message: message["where"] == "inside a node")
+    sent = step["messages"]
     assert near(
         boxes(page, ".message"), ends((message["begin"], message["end"]) for message in sent)
     )

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.say import bytes_text, duration_text, range_text
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.printing import answer
 from lab.predict.priors import load_priors
-from lab.predict.readable import bytes_text, duration_text, range_text
 from lab.whatif.data import State
 from lab.whatif.page import scenario_of, steps_of
 from tests.helpers.node import needs_node, run_script, run_scripts
