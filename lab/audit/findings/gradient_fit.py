@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from common.say import percent
 from common.utils.gradient_fit import EXACT, fit, measurable, norms, side_by_side
 from lab.audit.findings.weights import Replicas
 from lab.audit.findings.where import local_samples
@@ -220,7 +221,7 @@ def _cuts_by_hand(update: Update, times: Numbers) -> Numbers:
 
 
 def _how_cut(rank: int, part: float) -> str:
-    cut = f"cut to {part:.1%} of its length" if part < 1 else "not cut"
+    cut = f"cut to {percent(part, 1)} of its length" if part < 1 else "not cut"
     return f"rank {rank}'s gradient is {cut}"
 
 
@@ -346,7 +347,7 @@ def _by_parameter(
     found = set(by_parameter)
     if None in found:  # a parameter of which no single way explains all numbers
         shares = fits["averaged"].mean(axis=1)
-        texts = [f"the mean in {share:.0%} of its numbers" for share in shares]
+        texts = [f"the mean in {percent(share)} of its numbers" for share in shares]
         means = np.where(shares[:, None] == 1, 1 / update.size, np.nan)
         weights = np.broadcast_to(means, (update.size, update.size))
         return Explanation("rows", residue, 1.0, texts, replace(update.evidence, weights=weights))
