@@ -149,9 +149,7 @@ def _wrong_exchange(ranks: Sequence[_RankTraining], recording: ProgramRecording)
             continue
         where = f"step {number + 1} on {len(ranks)} ranks"
         if {source.text for source in evidence.sources} == {"its own gradient"}:
-            later = [rank.steps[number + 1].start for rank in ranks if number + 1 < len(rank.steps)]
-            equal_again = bool(later) and all(_apart(row, later[0]) < EXACT for row in later)
-            return _own_gradients(steps, equal_again=equal_again, where=where)
+            return _own_gradients(ranks, number, where=where)
         if previous is not None and explain(previous.numpy(), used.numpy(), columns=columns).right:
             return told("stale-gradient", "the optimiser gets the mean of the step before", where)
         parts = parts_of(used, own, recording.lengths)
@@ -159,14 +157,13 @@ def _wrong_exchange(ranks: Sequence[_RankTraining], recording: ProgramRecording)
     return None
 
 
-def _own_gradients(steps: Sequence[ProgramStep], *, equal_again: bool, where: str) -> str:
-    """Say why each rank's optimiser gets its own gradient.
-
-    equal_again : whether all weights are equal when the next step begins.
-    """
+def _own_gradients(ranks: Sequence[_RankTraining], number: int, *, where: str) -> str:
+    """Say why each rank's optimiser gets its own gradient in a step."""
     evidence = f"in {where} each optimiser gets its own rank's gradient"
+    steps = [rank.steps[number] for rank in ranks]
+    later = [rank.steps[number + 1].start for rank in ranks if number + 1 < len(rank.steps)]
     between = "Average after loss.backward() and before optimizer.step()."
-    if equal_again:
+    if later and all(_apart(start, later[0]) < EXACT for start in later):
         return told(
             "weights-averaged",
             "the weights are averaged in place of the gradients",

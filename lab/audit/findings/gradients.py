@@ -40,12 +40,11 @@ _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 _UNEXPLAINED = {"unknown", "kept", "stale"}
 _CLIPPED = ("norm", "value")
 _CHANGING = Unknown("gradients: the ranks' gradients are combined differently from step to step")
-# The kinds of updates of which the fit has said it all.
+# The kinds of updates of which the fit has said it all; of "weighted" lab/evidence says the name.
 _FAULTS = {
     "norm": "clipped-before-averaging",
     "value": "value-clipped-before-averaging",
     "extreme": "not-the-mean",
-    "weighted": "not-the-mean",
     "parameters": "some-parameters",
 }
 
@@ -180,20 +179,16 @@ def _explained(seen: _Seen) -> Outcome:
     changes = len(seen.bad) < len(seen.updates) and kind not in _CLIPPED
     if changes or (names and not always):
         return _CHANGING
-    counts = first.evidence.group_counts
-    if kind == "weighted" and counts:
-        name = judge(first.evidence).finding
-        again = "uneven" if name == "averaged-twice" else None
-        return seen.found(name, seen.line, kind=again, counts=counts)
     line = _clip_line(seen.bad, kind)
     if line is None:
         line = exchange_line(seen.recording, first.step) if names else seen.line
     return seen.found(
-        _FAULTS[kind],
+        _FAULTS.get(kind) or judge(first.evidence).finding,
         line,
         kind=kind,
         how=how,
         weights=how,
+        counts=first.evidence.group_counts,
         names=listed(always, most=3),
         some=len(always),
         every=len(first.names),
@@ -400,8 +395,8 @@ def _scaled_in_loss(seen: _Seen) -> Finding | None:
         return None
     times_ranks = losses.weight * first.size
     micro_batches = first.records[0].micro or 1
-    divided_by_ranks = _near(times_ranks) or _near(times_ranks / micro_batches)
-    if not divided_by_ranks or _near(losses.weight):
+    divided_by_ranks = near(times_ranks, 1) or near(times_ranks / micro_batches, 1)
+    if not divided_by_ranks or near(losses.weight, 1):
         return None
     return seen.found("scaled-in-loss", backward_line(seen.recording), sure=sure)
 
@@ -435,10 +430,6 @@ def _clipped_multiple(seen: _Seen) -> Iterator[Outcome]:
     if not_the_mean and constant and kinds <= {"mean", clipped[0].kind}:
         of_clipped = replace(seen, updates=clipped, bad=clipped)
         yield _multiple(of_clipped, of_clipped.line, total=float(totals[0]))
-
-
-def _near(value: float, tolerance: float = 1e-3) -> bool:
-    return abs(value - 1) < tolerance
 
 
 class _Losses(NamedTuple):
@@ -485,7 +476,7 @@ def _loss_weight(backward: Backward, scale: float, size: int) -> float:
     arriving = abs(loss.arriving) / scale
     if loss.reduction in ("mean", "none"):
         return arriving
-    if loss.reduction == "sum" and _near(arriving):
+    if loss.reduction == "sum" and near(arriving, 1):
         return arriving / size  # undivided: it is meant to be added up over the ranks as well
     if loss.reduction == "sum":
         return arriving * samples_of(backward)
