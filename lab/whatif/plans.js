@@ -434,13 +434,8 @@ const Plans = (() => {
     };
   }
 
-  /** Return the bytes that one rank sends in `plan.period` steps; see `sender`. */
-  function bytesSent(plan, gradients, rank, ranks, ranksPerNode, bucketMb) {
-    return sender(plan, gradients, ranks, ranksPerNode, bucketMb)(rank);
-  }
-
   const known = { VALUES, CONDITIONS, PIECES, PATTERNS }; // all that a plan may name
-  return { operations, sender, bytesSent, known };
+  return { operations, sender, known };
 })();
 
 if (typeof module !== "undefined") module.exports = Plans;

@@ -35,7 +35,7 @@ OPERATIONS_AND_BYTES = """given.map((asked) => {
   const operations = it.operations(...of, ...how).map((found) => ({
     ...found, partner: found.partner && ranks.map(found.partner),
   }));
-  return {operations, sent: ranks.map((rank) => it.bytesSent(...of, rank, ...how))};
+  return {operations, sent: ranks.map((rank) => it.sender(...of, ...how)(rank))};
 })"""
 
 
