@@ -81,10 +81,10 @@ def test_the_place_of_a_rank(words, environment, expected):
         (f"{URL} --master-port 5000 -R 0 -N 2", {}, ("23456", "--master-port 5000")),
         # only some of the three
         ("-M h", {}, ("--master-ip given", "--num-nodes and --rank:")),
-        ("-N 2 -R 0", {}, ("--num-nodes, --rank given", "without --master-ip:")),
-        ("-M h -R 0", {}, ("--master-ip, --rank given", "without --num-nodes:")),
+        ("-N 2 -R 0", {}, ("--num-nodes and --rank given", "without --master-ip:")),
+        ("-M h -R 0", {}, ("--master-ip and --rank given", "without --num-nodes:")),
         (URL, {}, ("--dist-url given", "without --num-nodes and --rank:")),
-        (f"{URL} -R 0", {}, ("--dist-url, --rank given", "without --num-nodes:")),
+        (f"{URL} -R 0", {}, ("--dist-url and --rank given", "without --num-nodes:")),
     ],
 )
 def test_contradictions_and_missing_flags_are_named(words, environment, named):
