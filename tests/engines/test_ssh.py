@@ -82,7 +82,7 @@ def test_training_is_launched_collected_and_reported(machines, tmp_path):
     status, output = machines.run("collect", launch, "--output-dir", tmp_path)
     assert status == 0, output
     here = only_run_folder(tmp_path, "PartTwo-all_reduce")
-    assert f"{here}: from node1, node2, node3" in output
+    assert f"{here}: from node1, node2 and node3" in output
     first = {path.name: path.read_bytes() for path in there[0].iterdir() if path.is_file()}
     copied = {path.name: path.read_bytes() for path in here.iterdir()}
     assert copied.keys() == first.keys() | {"logs_rank1.txt", "logs_rank2.txt"}
@@ -350,6 +350,6 @@ def test_check_finds_a_dataset_that_one_host_lacks(machines, tmp_path):
     lacks = r"node 1 \| failure  dataset +--dataset folder: \S+/pictures/train is missing"
     assert re.match(lacks, first), output
     assert output.splitlines()[-1] == (
-        "error: lab doctor found failures on node 0 (node1), node 1 (node2): nothing was started"
+        "error: lab doctor found failures on node 0 (node1) and node 1 (node2): nothing was started"
     )
     assert "writing to" not in output
