@@ -8,17 +8,17 @@ signals on to the ranks, which print to this process's own terminal, and reports
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from subprocess import STDOUT, Popen
 from types import FrameType
 from typing import IO
 
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, print_to_stderr
 from common.utils.environment import RUN_TOKEN, with_run_token
-from common.utils.processes import kill_on_parent_exit, on_signals, shell_status
+from common.utils.processes import how_ended, kill_group, on_signals, shell_status, start_child
 from common.utils.system import batch_scheduling, usable_cores
 
 _POLL_SECONDS = 0.05
@@ -101,7 +101,7 @@ class _Ranks:
     """
 
     deadline: float
-    processes: list[subprocess.Popen] = field(default_factory=list)
+    processes: list[Popen] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     stopping: bool = False
 
@@ -109,15 +109,7 @@ class _Ranks:
         self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
     ) -> None:
         self.processes.append(
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output and subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=kill_on_parent_exit(),
-            )
+            start_child(command, stdout=output, stderr=output and STDOUT, env=environment)
         )
 
     def wait(
@@ -156,8 +148,7 @@ class _Ranks:
     def kill(self) -> None:
         """Kill every process that still runs, with its process group, and wait for it."""
         for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)
         for process in self.processes:
             process.wait()
 
@@ -200,6 +191,5 @@ def _status(exits: RankExits, received: signal.Signals | None) -> int:
         return 128 + received
     rank = exits.failed[0]
     status = exits.statuses[rank]
-    how = f"by signal {-status}" if status < 0 else f"with status {status}"
-    print_to_stderr(f"rank {rank} ended first, {how}; its message is above")
+    print_to_stderr(f"rank {rank} failed first: it {how_ended(status)}; its message is above")
     return shell_status(status)

@@ -29,6 +29,7 @@ from common.distributed.spawn import RankExits, run_local_ranks
 from common.errors import UserError
 from common.training_engine.engine import TrainingEngine
 from common.utils.paths import REPOSITORY
+from common.utils.processes import how_ended
 
 _GRACE_SECONDS = 5.0
 
@@ -206,8 +207,7 @@ def _read_outcome(folder: Path, rank: int, exits: RankExits) -> WorkerOutcome:
     ended_by_itself = rank in exits.failed or status == 0
     return WorkerOutcome(
         "killed",
-        traceback=f"its process ended with status {status} and no message (killed, or out of "
-        "memory?)",
+        traceback=f"its process {how_ended(status)} and left no message",
         blame=1 if ended_by_itself else 3,
     )
 

@@ -1,12 +1,16 @@
-"""Processes and threads: how a rank ends, its signals, and what happens to its children."""
+"""Processes and threads: how children start and end, their signals, and what they leave.
+
+``start_child`` starts a child of ours, ``kill_group`` ends it, and ``how_ended`` says how it ended.
+"""
 
 import atexit
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -81,6 +85,38 @@ def on_signals(numbers: Iterable[int], handler: Callable[[int, Any], object]) ->
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen:
+    """Start a command in a session of its own, without input unless ``options`` give some.
+
+    Ctrl-C at the terminal does not reach it; on Linux it is killed if this process is killed.
+
+    options : of ``subprocess.Popen``. Raises OSError if the command cannot be started.
+    """
+    own = {"stdin": subprocess.DEVNULL, "preexec_fn": kill_on_parent_exit()}
+    return subprocess.Popen(command, start_new_session=True, **(own | options))
+
+
+def kill_group(child: subprocess.Popen) -> None:
+    """Kill a child of ``start_child`` that still runs, with its process group."""
+    with contextlib.suppress(ProcessLookupError):  # another thread has just waited for it
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def how_ended(status: int) -> str:
+    """Return how a process ended: "ended with status 1", "was killed by SIGKILL".
+
+    status : as ``Popen.returncode``: negative for a signal. It does not say why: SIGKILL comes from
+        a kernel without memory, and from anybody else.
+    """
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name, nor has a number in a bad file
+        return f"was killed by signal {-status}"
 
 
 def kill_on_parent_exit() -> Callable[[], object] | None:

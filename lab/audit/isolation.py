@@ -24,7 +24,7 @@ from typing import IO, cast
 import psutil
 
 from common.errors import UserError
-from common.utils.processes import descendants, kill_on_parent_exit
+from common.utils.processes import descendants, start_child
 from lab.cluster import Cluster, tools
 from lab.cluster.network import namespace_file
 
@@ -220,14 +220,12 @@ def held_namespaces(unshare: Sequence[str], commands: Sequence[str]) -> Iterator
     Raises UserError if a command fails.
     """
     script = "\n".join(["set -e", *commands, "echo ready", "exec cat"])
-    with subprocess.Popen(
+    with start_child(
         [*unshare, "sh", "-c", script],
         stdin=subprocess.PIPE,  # once it is closed, cat ends, and the kernel ends all the others
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
-        preexec_fn=kill_on_parent_exit(),
         env=os.environ | {"PATH": tools.search_path()},
     ) as holder:
         said = cast(IO[str], holder.stdout).readline().strip()

@@ -19,7 +19,7 @@ import psutil
 
 from common.errors import UserError
 from common.utils.atomic_files import read_regular
-from common.utils.processes import kill_on_parent_exit
+from common.utils.processes import start_child
 from common.utils.system import free_port, usable_cores
 from lab.audit.command import AuditCommand
 from lab.audit.findings import collectives
@@ -84,16 +84,7 @@ def start_process(
     log : the file for its output.
     """
     with log.open("ab") as output:
-        return subprocess.Popen(
-            words,
-            env=dict(environment),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=kill_on_parent_exit(),
-        )
+        return start_child(words, env=environment, cwd=cwd, stdout=output, stderr=subprocess.STDOUT)
 
 
 def run_audit_size(

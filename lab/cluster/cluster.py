@@ -28,7 +28,7 @@ from common.say import count
 from common.utils.atomic_files import append_text
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.paths import REPOSITORY
-from common.utils.processes import descendants, kill_on_parent_exit
+from common.utils.processes import descendants, how_ended, start_child
 from common.utils.system import free_port
 from lab.cluster import network, tools
 from lab.cluster.network import Link, Traffic
@@ -163,7 +163,7 @@ class Cluster:
         self._errors = tempfile.TemporaryFile()
         self._requests, requests = Pipe()
         with requests:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [
                     *(() if self.loopback else tools.unshare_command() or ()),
                     *(sys.executable, "-P", "-c", SUPERVISOR_CODE, str(REPOSITORY)),
@@ -172,8 +172,6 @@ class Cluster:
                 stdin=requests.fileno(),
                 stdout=self._errors,
                 stderr=self._errors,
-                start_new_session=True,
-                preexec_fn=kill_on_parent_exit(),
                 env={**os.environ, "OMP_NUM_THREADS": "1", **own.variables()},
             )
         self._nodes = replace(own, process=self._process.pid)
@@ -330,7 +328,7 @@ class Cluster:
                 status = -signal.SIGKILL
         reason = self._stopped.pop(rank, None)
         if status < 0:  # a killed program cannot report its own end
-            reason = reason or f"was killed by {signal.Signals(-status).name}"
+            reason = reason or how_ended(status)
             write_log(log, f"lab cluster: {self._names[rank]} {reason}")
         node = rank // self.ranks_per_node
         self._ends.append(End(rank, node, status, time.monotonic() - began))

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from common.errors import UserError
+from common.utils.processes import how_ended
 from lab.cluster import tools
 
 MOST_NODES = 250
@@ -204,7 +205,7 @@ class ClusterNetwork:
             env=os.environ | {"PATH": tools.search_path()},
         )
         if done.returncode and not may_fail:
-            why = done.stderr.strip() or f"status {done.returncode}"
+            why = done.stderr.strip() or f"it {how_ended(done.returncode)}"
             raise UserError(f"`{' '.join(command)}` failed: {why}")
         return done.stdout
 

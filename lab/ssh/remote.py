@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import IO, Any, TypeVar, cast
 
-from common.utils.processes import kill_on_parent_exit
+from common.utils.processes import kill_group, start_child
 from common.utils.typed_json import calm, decode
 from lab.ssh.hosts import Host, SSHOptions, explain, refuse_hosts, ssh_command
 from lab.ssh.node import READY, RESULT
@@ -54,14 +54,12 @@ class Remote:
         self.result: bytes | None = None
         self.errors: list[str] = []
         self._stderr = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - ``finish`` closes it
-        # In its own session: Ctrl-C at the terminal reaches only lab, which then ends the hosts.
-        self._ssh = subprocess.Popen(
+        # Ctrl-C at the terminal reaches only lab, which then ends the hosts.
+        self._ssh = start_child(
             ssh_command(host, options),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            start_new_session=True,
-            preexec_fn=kill_on_parent_exit(),
         )
         self._stdin = cast(IO[bytes], self._ssh.stdin)
         self.output = cast(IO[bytes], self._ssh.stdout)
@@ -107,8 +105,7 @@ class Remote:
 
     def kill(self) -> None:
         """Kill ssh with its ProxyCommand; a shared master connection that ssh left lives on."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._ssh.pid, signal.SIGKILL)
+        kill_group(self._ssh)
 
 
 @contextlib.contextmanager

@@ -230,7 +230,7 @@ def failing(rank, world_size, *, folder, how):
 @pytest.mark.filterwarnings("error")  # a fallback would warn
 @pytest.mark.parametrize(
     ("how", "size", "words"),
-    [("raise", 3, "KeyError: 'the very reason'"), ("kill", 2, "status -9")],
+    [("raise", 3, "KeyError: 'the very reason'"), ("kill", 2, "was killed by SIGKILL")],
 )
 def test_a_rank_that_fails_is_named_and_nothing_is_tried_again(
     tmp_path, monkeypatch, how, size, words
@@ -284,7 +284,7 @@ BROKEN = launch.WorkerOutcome("training", error="closed", traceback="closed", bl
         # A rank that fails early can break another one that still forms the group.
         ([replace(BROKEN, stage="group"), OWN], [0, 1], 1, "boom"),
         ([BROKEN, OWN], [0, 1], 1, "boom"),
-        ([BROKEN, None], [1, 0], 1, "ended with status -9"),
+        ([BROKEN, None], [1, 0], 1, "was killed by SIGKILL"),
         ([None, BROKEN], [1], 1, "closed"),  # rank 0 was killed because rank 1 had failed
         ([OWN, None], [0], 0, "boom"),
         ([OWN, OWN], [1, 0], 1, "boom"),

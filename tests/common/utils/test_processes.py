@@ -1,12 +1,63 @@
-"""Threads that run actions in order."""
+"""Children: how they start, end and are ended; threads that run actions in order."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from functools import partial
 
 import pytest
 
-from common.utils.processes import DaemonThreads
+from common.utils.processes import DaemonThreads, how_ended, kill_group, start_child
 from tests.helpers import wait_until
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (0, "ended with status 0"),
+        (137, "ended with status 137"),
+        (-signal.SIGKILL, "was killed by SIGKILL"),
+        (-40, "was killed by signal 40"),  # a real-time signal
+        (-200, "was killed by signal 200"),
+    ],
+)
+def test_how_a_process_ended(status, words):
+    assert how_ended(status) == words
+
+
+def test_a_child_has_its_own_session_and_no_input():
+    code = "import os, sys; print(os.getsid(0) == os.getpid(), repr(sys.stdin.read()))"
+    child = start_child([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.communicate(timeout=60)[0] == "True ''\n"
+
+
+def test_a_child_ends_with_its_group():
+    """The child's own child holds the pipe, so that its end is seen there."""
+    code = (
+        "import subprocess, time; subprocess.Popen(['sleep', '600']); print(flush=True); "
+        "time.sleep(600)"
+    )
+    child = start_child([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"\n"
+    kill_group(child)
+    assert child.communicate(timeout=60) == (b"", None)
+    assert child.returncode == -signal.SIGKILL
+    kill_group(child)  # it has ended: nothing to do
+
+
+def test_a_child_gets_what_popen_takes(tmp_path):
+    code = "import os, sys; print(os.getcwd(), os.environ['GREETING'], sys.stdin.read())"
+    child = start_child(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"GREETING": "hello"},
+    )
+    assert child.communicate("sent", timeout=60)[0] == f"{tmp_path} hello sent\n"
 
 
 def test_daemon_threads_begin_in_order_and_end_with_their_object():
