@@ -31,8 +31,6 @@ from common.training_engine.engine import TrainingEngine
 from common.utils.paths import REPOSITORY
 from common.utils.processes import how_ended
 
-_GRACE_SECONDS = 5.0
-
 
 class WorkerError(RuntimeError):
     """Rank ``rank`` failed; the message holds its ``worker_traceback``."""
@@ -193,7 +191,6 @@ def _in_processes(
         exits = run_local_ranks(
             [[*worker, str(rank)] for rank in range(world_size)],
             environments=[environment] * world_size,
-            grace_seconds=_GRACE_SECONDS,
         )
         order = dict.fromkeys([*exits.failed, *range(world_size)])
         return {rank: _read_outcome(folder, rank, exits) for rank in order}

@@ -1,15 +1,18 @@
 """Processes and threads: how children start and end, their signals, and what they leave.
 
-``start_child`` starts a child of ours, ``kill_group`` ends it, and ``how_ended`` says how it ended.
+``start_child`` starts a child of ours, ``wait_for_ranks`` waits for several, wherever they run,
+``kill_group`` ends one, and ``how_ended`` says how it ended.
 """
 
 import atexit
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -17,11 +20,16 @@ from typing import Any, NoReturn, TypeVar
 
 import psutil
 
+from common.errors import TO_BE_CONTINUED
 from common.utils.system import libc_function
 
 T = TypeVar("T")
 INTERRUPT = threading.Event()
 """Set by Ctrl-C, also while the main thread is in a collective, where Python sees no signal."""
+GRACE_SECONDS = 8.0
+"""For ranks to end after Ctrl-C, or to report why they fail after another one has failed."""
+SAVE_SECONDS = 120.0
+"""For ranks to save and end after another signal, or after another rank has done so."""
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -103,6 +111,55 @@ def kill_group(child: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):  # another thread has just waited for it
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
+
+
+def wait_for_ranks(
+    statuses: Callable[[], Sequence[int | None]],
+    *,
+    limit_seconds: float = math.inf,
+    grace_seconds: float = GRACE_SECONDS,
+    save_seconds: float = SAVE_SECONDS,
+    received: Callable[[], Sequence[int]] = lambda: (),
+    pass_on: Callable[[int], object] = lambda number: None,
+    poll_seconds: float = 0.05,
+) -> tuple[list[int], bool]:
+    """Wait until all ranks have ended, or those that still run have to be ended.
+
+    They have ``grace_seconds`` after the first failure, and ``save_seconds`` if the ranks that
+    ended have saved. A second signal ends the wait at once.
+
+    Parameters
+    ----------
+    statuses : returns the ranks' exit statuses, None for one that runs; called each
+        ``poll_seconds``. May raise.
+    received : returns the signals that have come so far.
+    pass_on : sends the first of them to the ranks, which then have ``grace_seconds`` after SIGINT
+        and ``save_seconds`` after any other one.
+
+    Returns the ranks that ended with another status than 0, in the order in which they ended, and
+    whether the limit passed without failure or signal.
+    """
+    deadline = time.monotonic() + limit_seconds
+    failed: list[int] = []
+    stopping = False
+    while True:
+        found = statuses()
+        failed += [rank for rank, status in enumerate(found) if status and rank not in failed]
+        if None not in found:
+            return failed, False
+        signals = received()
+        if signals and not stopping:
+            stopping = True
+            pass_on(signals[0])
+            seconds = grace_seconds if signals[0] == signal.SIGINT else save_seconds
+            deadline = min(deadline, time.monotonic() + seconds)
+        elif failed and not stopping:
+            saved = all(found[rank] == TO_BE_CONTINUED for rank in failed)
+            # Later rounds add the same to a later time, so they change nothing.
+            deadline = min(deadline, time.monotonic() + (save_seconds if saved else grace_seconds))
+        if len(signals) > 1 or time.monotonic() > deadline:
+            return failed, not failed and not stopping
+        time.sleep(poll_seconds)
 
 
 def how_ended(status: int) -> str:

@@ -37,8 +37,8 @@ from lab.audit.isolation import (
 )
 from lab.audit.runner import HOOK
 from lab.cluster import tools
+from lab.fleet.first_failure import last_error_line
 from lab.grade.driven import DRIVERS
-from lab.processes.first_failure import last_error_line
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 _MOUNTED = "/mounted"  # has the rubric's folders

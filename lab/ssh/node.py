@@ -27,7 +27,7 @@ from typing import Any
 from common.utils.network import is_loopback, own_addresses, resolve, why_unreached
 from common.utils.processes import adopt_orphans, start_child
 from common.utils.source_hash import code_facts
-from lab.processes.supervision import kill_descendants, supervise
+from lab.fleet.supervision import kill_descendants, supervise
 
 READY = b"lab.ssh is ready\n"
 RESULT = b"lab.ssh returns "

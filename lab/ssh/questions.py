@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.say import listed
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.source_hash import code_differences
-from lab.processes.prefixed_output import PrefixedOutput
+from lab.fleet.prefixed_output import PrefixedOutput
 from lab.ssh.command import NodeCommand
 from lab.ssh.hosts import Host, SSHOptions, refuse_hosts
 from lab.ssh.node import HostFacts

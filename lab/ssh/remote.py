@@ -32,7 +32,9 @@ _LONGEST_LINE = 1 << 20  # bytes, as the next one
 _MOST_ERRORS = 1 << 24
 _AT_ONCE = 64  # logins
 _TURN_SECONDS = 20.0
-_BEAT_SECONDS = 0.2  # from one sign of life to the next
+BEAT_SECONDS = 0.2
+"""From one sign of life to the next."""
+_LOST = 255  # as ssh itself reports that its connection broke
 _ANSWER_SECONDS = 60.0
 _END_SECONDS = 15.0  # for commands to end after SIGKILL, and then for ssh
 _SSH_SECONDS = 2.0  # from the end of ssh's output to its own
@@ -103,6 +105,12 @@ class Remote:
         """The exit status of its command, or -signal; None if the connection broke."""
         return None if self.result is None else int(self.result)
 
+    def poll(self) -> int | None:
+        """Return its command's status as a process's; None while the connection lasts."""
+        if self.ended == math.inf:
+            return None
+        return _LOST if self.status is None else self.status
+
     def kill(self) -> None:
         """Kill ssh with its ProxyCommand; a shared master connection that ssh left lives on."""
         kill_group(self._ssh)
@@ -158,7 +166,7 @@ def wait(
     deadline = time.monotonic() + limit_seconds
     while not condition() and time.monotonic() < deadline:
         signal_all(remotes, 0)
-        time.sleep(_BEAT_SECONDS)
+        time.sleep(BEAT_SECONDS)
 
 
 def ask(

@@ -289,7 +289,7 @@ def test_the_others_end_when_one_has_failed(tmp_path, forking):
         nodes=[0, 1],
         logs=tmp_path,
     )
-    ends = forking.wait(limit_seconds=LONG, stop_at_failure=True, grace_seconds=0.5)
+    ends = forking.wait(limit_seconds=LONG, grace_seconds=0.5)
     assert [(end.node, end.status) for end in ends] == [(0, 7), (1, -9)]
     assert (tmp_path / "node0.log").read_text() == ""
     told = "lab cluster: node 1, rank 1, was stopped, since node 0, rank 0, had failed\n"
