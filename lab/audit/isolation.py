@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.utils.processes import descendants, start_child
 from lab.cluster import Cluster, tools
 from lab.cluster.network import namespace_file
+from lab.fleet.namespaces import enter_words
 
 # Waits for the end of the audit, however it comes; what is just being killed may still write.
 _REMOVE = 'trap "" INT TERM HUP; cat; rm -rf "$0" || { sleep 2; rm -rf "$0"; }'
@@ -245,7 +246,5 @@ def held_namespaces(unshare: Sequence[str], commands: Sequence[str]) -> Iterator
 
 def _enter(pid: int, cwd: Path, *kinds: str) -> list[str]:
     """Return the words that start a command in the namespaces of a process, in the folder cwd."""
-    same_users = Path(f"/proc/{pid}/ns/user").samefile("/proc/self/ns/user")
-    users = () if same_users else ("--user", "--preserve-credentials")
     change_folder = ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd)]
-    return ["nsenter", f"--target={pid}", *users, "--mount", "--pid", *kinds, "--", *change_folder]
+    return [*enter_words(pid, "--mount", "--pid", *kinds), *change_folder]
