@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -140,26 +140,38 @@ def wait_for_ranks(
     whether the limit passed without failure or signal.
     """
     deadline = time.monotonic() + limit_seconds
-    failed: list[int] = []
-    stopping = False
+    failed: dict[int, int] = {}  # statuses by rank, the first failure first
+    passed_on = False
     while True:
         found = statuses()
-        failed += [rank for rank, status in enumerate(found) if status and rank not in failed]
+        for rank, status in enumerate(found):
+            if status:
+                failed.setdefault(rank, status)
         if None not in found:
-            return failed, False
+            return list(failed), False
         signals = received()
-        if signals and not stopping:
-            stopping = True
+        if signals and not passed_on:
+            passed_on = True
             pass_on(signals[0])
-            seconds = grace_seconds if signals[0] == signal.SIGINT else save_seconds
-            deadline = min(deadline, time.monotonic() + seconds)
-        elif failed and not stopping:
-            saved = all(found[rank] == TO_BE_CONTINUED for rank in failed)
-            # Later rounds add the same to a later time, so they change nothing.
-            deadline = min(deadline, time.monotonic() + (save_seconds if saved else grace_seconds))
+        left = _seconds_left(signals, failed.values(), grace_seconds, save_seconds)
+        # The next round adds the same seconds to a later time, so it changes nothing.
+        deadline = min(deadline, time.monotonic() + left)
         if len(signals) > 1 or time.monotonic() > deadline:
-            return failed, not failed and not stopping
+            return list(failed), not failed and not signals
         time.sleep(poll_seconds)
+
+
+def _seconds_left(
+    signals: Sequence[int], failures: Collection[int], grace_seconds: float, save_seconds: float
+) -> float:
+    """Return how long ranks may still run after these signals, and these statuses of others."""
+    if signals:
+        may_save = signals[0] != signal.SIGINT
+    elif failures:
+        may_save = set(failures) == {TO_BE_CONTINUED}
+    else:
+        return math.inf
+    return save_seconds if may_save else grace_seconds
 
 
 def how_ended(status: int) -> str:

@@ -161,7 +161,7 @@ def _run(
 def _failed(nodes: Sequence[Remote], *good: int) -> list[Remote]:
     """Return the nodes that ended with no ``good`` status, in the order in which they ended."""
     ended = sorted(set(nodes) - set(running(nodes)), key=lambda node: node.ended)
-    return [node for node in ended if node.status not in good]
+    return [node for node in ended if node.poll() not in good]
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _conclude(end: _End, prefixed: PrefixedOutput) -> int:
     """Print how the launch ended, and return the exit status."""
     failed = _failed(end.nodes, 0, TO_BE_CONTINUED)
     saved = len(_failed(end.nodes, 0)) - len(failed)  # ended with TO_BE_CONTINUED
-    lost = [node for node in failed if node.status is None]
+    lost = [node for node in failed if node.result is None]
     if saved and not lost and (end.stopped_by or not failed):
         say(
             f"stopped after {end.seconds:.1f} s, after saving a checkpoint; resume with the same "

@@ -100,16 +100,11 @@ class Remote:
         self.result = found[1] if found else None
         self.ended = time.monotonic()
 
-    @property
-    def status(self) -> int | None:
-        """The exit status of its command, or -signal; None if the connection broke."""
-        return None if self.result is None else int(self.result)
-
     def poll(self) -> int | None:
-        """Return its command's status as a process's; None while the connection lasts."""
+        """Return its command's exit status, or -signal; None while it runs, 255 if it was lost."""
         if self.ended == math.inf:
             return None
-        return _LOST if self.status is None else self.status
+        return _LOST if self.result is None else int(self.result)
 
     def kill(self) -> None:
         """Kill ssh with its ProxyCommand; a shared master connection that ssh left lives on."""
