@@ -28,7 +28,7 @@ from common.say import count
 from common.utils.atomic_files import append_text
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.paths import REPOSITORY
-from common.utils.processes import SAVE_SECONDS, descendants, how_ended, start_child, wait_for_ranks
+from common.utils.processes import SAVE_SECONDS, how_ended, start_child, wait_for_ranks
 from common.utils.system import free_port
 from lab.cluster import network, tools
 from lab.cluster.network import Link, Traffic
@@ -36,6 +36,7 @@ from lab.cluster.nodes import FAULTS, Nodes
 from lab.cluster.program import fill_in, node_environment
 from lab.cluster.supervisor import NodeProgram
 from lab.fleet.prefixed_output import log_name, write_log
+from lab.fleet.supervision import kill_descendants
 from lab.units import parse_latency, parse_rate
 
 # For ``python -P -c``, with the repository as argument, so that it need not be installed.
@@ -238,9 +239,8 @@ class Cluster:
         try:
             self._process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            for pid in [*descendants(self._process.pid), self._process.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_descendants(self._process.pid)
+            self._process.kill()
             self._process.wait(_CLOSE_SECONDS)
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
