@@ -15,7 +15,7 @@ from common.utils.atomic_files import read_regular
 from common.utils.typed_json import calm
 from lab.compare.cells import Run
 from lab.comparison.record import Repeat
-from lab.processes.first_failure import find_root_failure
+from lab.fleet.first_failure import find_root_failure
 
 # The facts of ``environment.json`` that must agree for times to be comparable.
 MACHINE_FACTS = ("cpu", "gpus", "torch", "usable_cores")
