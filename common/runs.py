@@ -3,7 +3,8 @@
 Rank 0 writes ``config.json`` and ``environment.json`` before the first step, a line of
 ``metrics.jsonl`` for each step and of ``epochs.jsonl`` for each epoch, and at the end
 ``ranks.json``, ``timeline.json`` and ``summary.json``. ``read_run`` returns what a finished run
-left. Entries that an older or foreign file lacks have defaults. Imports no torch.
+left, ``read_steps`` and ``read_epochs`` its records, which are many. Entries that an older or
+foreign file lacks have defaults. Imports no torch.
 """
 
 from collections import Counter
@@ -18,7 +19,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta, Struct
 
 from common.distributed.node_identity import layout_of, nodes_text
-from common.emulation.compute_profile import Profile
 from common.errors import UserError, file_errors
 from common.profiling.records import (
     EpochReport,
@@ -247,18 +247,6 @@ class FinishedRun:
     summary: RunSummary
     ranks: RanksFile
 
-    def steps(self) -> list[StepRecord]:
-        """Read the records of rank 0's steps. Errors as those of ``read_run``."""
-        return read_steps(self.folder)
-
-    def epochs(self) -> list[EpochReport]:
-        """Read the records of the epochs. Errors as those of ``read_run``."""
-        return read_epochs(self.folder)
-
-    def profile(self) -> Profile:
-        """Read the profile of emulated compute. Errors as those of ``read_run``."""
-        return read_run_file(self.folder / "profile.json", Profile)
-
 
 def read_run(folder: Path) -> FinishedRun:
     """Return what a finished run left in ``folder``.
@@ -298,12 +286,12 @@ def read_timeline(folder: Path) -> TimelineFile | None:
 
 
 def read_steps(folder: Path) -> list[StepRecord]:
-    """Return the steps that any run has recorded so far. Errors as those of ``read_run``."""
+    """Return the steps that a run has recorded so far. Errors as those of ``read_run``."""
     return _read_lines(folder / "metrics.jsonl", StepRecord)
 
 
 def read_epochs(folder: Path) -> list[EpochReport]:
-    """Return the epochs that any run has recorded so far. Errors as those of ``read_run``."""
+    """Return the epochs that a run has recorded so far. Errors as those of ``read_run``."""
     return _read_lines(folder / "epochs.jsonl", EpochReport)
 
 

@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import DEFAULT_LEARNING_RATE
+from common.emulation.compute_profile import Profile
 from common.errors import UserError
 from common.reporting.run_lock import lock_holder
-from common.runs import FinishedRun, RunConfig, read_config, read_run, read_steps, read_timeline
+from common.runs import (
+    FinishedRun,
+    RunConfig,
+    read_config,
+    read_run,
+    read_run_file,
+    read_steps,
+    read_timeline,
+)
 from common.say import count, listed
 from common.sync import STRATEGIES
 from common.utils.typed_json import Facts
@@ -159,7 +168,7 @@ def _read(folder: Path, scaling: str) -> _ImportedRun:
     facts |= repeat.machine or {}
     facts["compute"] = config.compute
     if emulated:  # name and date identify a profile
-        profile = run.profile()
+        profile = read_run_file(folder / "profile.json", Profile)
         facts["compute"] = f"{profile.name} of {profile.made}"
     if not facts["learning_rate"]:
         facts["learning_rate"] = DEFAULT_LEARNING_RATE.get(str(facts["opt"]))

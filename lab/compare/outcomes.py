@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.profiling.records import EpochReport, StepRecord
-from common.runs import FinishedRun, read_run
+from common.runs import FinishedRun, read_epochs, read_run, read_steps
 from common.utils.atomic_files import read_regular
 from common.utils.typed_json import calm
 from lab.compare.cells import Run
@@ -28,7 +28,7 @@ def repeat_of(run: FinishedRun, *, emulated: bool = False) -> Repeat:
 
     emulated : whether the compute was: such ranks need no core of their own.
     """
-    steps = run.steps()
+    steps = read_steps(run.folder)
     machine = run.environment
     precision = run.config.precision
     if precision and machine.get("gpus"):
@@ -82,7 +82,7 @@ def read_outcome(run: Run) -> Repeat:
     repeat.folder = str(run.path.relative_to(run.folder))
     if run.settings.until_accuracy is not None:
         reached = time_to_accuracy(
-            finished.epochs(),
+            read_epochs(run.path),
             run.settings.until_accuracy,
             steps_per_epoch=finished.config.steps_per_epoch,
         )
