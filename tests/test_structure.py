@@ -228,7 +228,7 @@ MOST_STATEMENTS = {
     "lab/doctor": 390,
     "lab/evidence": 210,
     "lab/explain": 160,
-    "lab/fleet": 80,
+    "lab/fleet": 100,
     "lab/grade": 2110,
     "lab/learn": 1890,
     "lab/predict": 2250,
