@@ -18,7 +18,9 @@ from packaging.utils import canonicalize_name
 from common.utils.source_hash import source_digests
 from tests.helpers import ROOT
 
-SOURCES = sorted(path for package in ("common", "lab") for path in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(
+    path for package in ("common", "courses", "lab") for path in (ROOT / package).rglob("*.py")
+)
 MOST_IGNORES = 20
 
 

@@ -10,8 +10,9 @@ from lab.audit.audit import examine
 from lab.audit.command import AuditCommand
 from lab.audit.runner import RunSettings, run_audit_size
 from lab.cli import main
-from lab.grade.driven import DRIVERS, PLACEHOLDER, STEPS, driven_facts
+from lab.grade.driven import PLACEHOLDER, STEPS, driven_facts, driver_words
 from lab.grade.facts import Facts
+from lab.grade.findings import entries
 from lab.grade.marks import mark_part
 from lab.grade.rubric import load_rubric, rubric_text
 from tests.helpers.audited import start_forked
@@ -209,9 +210,11 @@ def one_part(part, ranks):
     text = rubric_text(COURSES.get(part, "efficient-dl"))
     text = re.sub(r"\[mounts\][^[]*", "", text)
     text = re.sub(r"^ranks = .*\n", "", text, flags=re.MULTILINE)
-    head, *sections = re.split(r"(?=^\[parts\.)", text, flags=re.MULTILINE)
+    head, *sections = re.split(r"(?=^\[parts\.|^\[findings\.)", text, flags=re.MULTILINE)
     [section] = [section for section in sections if section.startswith(f"[parts.{part}]")]
-    return head + section.replace("points = ", f"ranks = [{ranks}]\npoints = ")
+    findings = [section for section in sections if section.startswith("[findings.")]
+    one = section.replace("points = ", f"ranks = [{ranks}]\npoints = ")
+    return "\n".join([head, *findings, one])
 
 
 def checked(part, text, folder):
@@ -222,13 +225,15 @@ def checked(part, text, folder):
     script.write_text(text)
     (folder / "rubric.toml").write_text(one_part(part, size))
     rubric = load_rubric(str(folder / "rubric.toml"))
-    command = rubric.parts[part].command.replace(PLACEHOLDER, str(DRIVERS))
+    words = " ".join(driver_words(Path(rubric.driver), part))
+    command = rubric.parts[part].command.replace(PLACEHOLDER, words)
     words = AuditCommand(tuple(command.replace("{script}", script.name).split()))
     settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=script.parent)
     logs = folder / "logs"
     logs.mkdir()
     run = run_audit_size(words, size, logs, settings, start=start_forked)
-    audit = driven_facts(examine(words, [run], None, asked=[size], rate=None), {size: logs})
+    result = examine(words, [run], None, asked=[size], rate=None)
+    audit = driven_facts(result, {size: logs}, entries(rubric.findings))
     seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
     names = " ".join(finding.name for finding in audit.findings)
     return names, mark_part(part, seen, rubric).marks
