@@ -34,9 +34,15 @@ from lab.audit.isolation import (
 )
 from lab.audit.runner import HOOK
 from lab.cluster import tools
+<<<<<<< HEAD
 from lab.grade.driven import RUNNER
 from lab.grade.findings import OwnFinding
 from lab.processes.first_failure import last_error_line
+=======
+from lab.fleet.first_failure import last_error_line
+from lab.fleet.namespaces import enter_words
+from lab.grade.driven import DRIVERS
+>>>>>>> main
 
 _PROGRAM = "bwrap"  # bubblewrap's
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
@@ -196,10 +202,7 @@ def _enter(task: Task, root: Path, first: int) -> list[str]:
     first : the id of the first process in the namespaces.
     """
     is_root = os.geteuid() == 0
-    words = ["nsenter", f"--target={first}", *_NAMESPACES]
-    if not is_root:
-        words += ["--user", "--preserve-credentials"]
-    words += ["--", "chroot"]
+    words = [*enter_words(first, *_NAMESPACES), "chroot"]
     if is_root:
         user = _FIRST_USER + os.getpid() % _USERS
         words += [f"--userspec={user}:{user}", "--groups="]

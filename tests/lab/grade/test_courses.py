@@ -26,7 +26,7 @@ from lab.grade.rubric import load_rubric, rubric_text
 from tests.helpers.audited import start_forked
 from tests.helpers.documentation import Page
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import free_port
+from tests.helpers.processes import free_port, wait_for_fork_server
 
 SOLUTIONS = Path(__file__).with_name("solutions")
 # By part: the file, and the mistakes: the edits (from, to), the findings, and the marks.
@@ -236,6 +236,7 @@ def checked(rubric, part, script, size):
     settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=script.parent)
     logs = script.parent / "logs"
     logs.mkdir()
+    wait_for_fork_server()
     run = run_audit_size(words, size, logs, settings, start=start_forked)
     result = examine(words, [run], None, asked=[size], rate=None)
     audit = driven_facts(result, {size: logs}, entries(rubric.findings))
