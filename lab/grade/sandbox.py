@@ -34,15 +34,10 @@ from lab.audit.isolation import (
 )
 from lab.audit.runner import HOOK
 from lab.cluster import tools
-<<<<<<< HEAD
-from lab.grade.driven import RUNNER
-from lab.grade.findings import OwnFinding
-from lab.processes.first_failure import last_error_line
-=======
 from lab.fleet.first_failure import last_error_line
 from lab.fleet.namespaces import enter_words
-from lab.grade.driven import DRIVERS
->>>>>>> main
+from lab.grade.driven import RUNNER
+from lab.grade.findings import OwnFinding
 
 _PROGRAM = "bwrap"  # bubblewrap's
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
