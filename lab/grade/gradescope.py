@@ -63,8 +63,8 @@ def write_autograder(path: Path, name: str) -> None:
     programs = {"setup.sh": setup, "run_autograder": _RUN}
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in programs.items():
-            entry = zipfile.ZipInfo(name)
+        for program, text in programs.items():
+            entry = zipfile.ZipInfo(program)
             entry.external_attr = 0o755 << 16  # what Gradescope runs
             archive.writestr(entry, text)
         source = rubric_path(name).absolute()

@@ -287,7 +287,7 @@ def own_course(tmp_path, monkeypatch):
     blocks = dict(Page(ROOT / "docs/courses.md").blocks())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "week5.py").write_text(blocks["python"])
-    (tmp_path / "week5.toml").write_text(blocks["toml"])
+    (tmp_path / "week5.toml").write_text(blocks["text"])
     for name, text in {"ada": AVERAGES, "bob": BY_TWO}.items():
         (tmp_path / "submissions" / name).mkdir(parents=True)
         (tmp_path / "submissions" / name / "average.py").write_text(text)
@@ -296,7 +296,7 @@ def own_course(tmp_path, monkeypatch):
 
 def test_a_driver_of_a_readers_own_marks_a_right_and_a_wrong_submission(own_course):
     assert 20 <= len((own_course / "week5.py").read_text().splitlines()) <= 40
-    text = (own_course / "week5.toml").read_text().replace("points", "ranks = [3]\npoints")
+    text = (own_course / "week5.toml").read_text().replace("points = 4", "ranks = [3]\npoints = 4")
     (own_course / "three.toml").write_text(text)
     rubric = load_rubric("three.toml")
     seen = {
