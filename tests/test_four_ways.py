@@ -88,7 +88,7 @@ def outcome(rank, script, sync, model):
     with MessageRecorder() as recorder:
         names = runpy.run_path(str(script), run_name="__main__")
     reduced = sum(one.bytes for one in recorder.messages if one.kind == "all_reduce")
-    average = arrays(names["average"].state_dict()) if "average" in names else None
+    average = arrays(names["average"]) if "average" in names else None
     return arrays(names["network"].state_dict()), average, reduced
 
 
