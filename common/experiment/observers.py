@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from torch.profiler import profile, schedule
+from typing import TYPE_CHECKING
 
 from common.distributed.collectives import run_on_all_ranks
 from common.experiment.resume import Job
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
-from common.reporting.trackers import Trackers
 from common.run_setup import Setup
 from common.training_engine import AfterEachStep, Callback, StepRecord
+
+if TYPE_CHECKING:
+    from common.reporting.trackers import Trackers
 
 
 def build_progress(setup: Setup) -> Progress:
@@ -37,11 +38,15 @@ def open_logger(setup: Setup, job: Job, progress: Progress) -> Iterator[RunLogge
     folder = job.folder
     done_steps = setup.entries.get("step", 0)
 
-    def build() -> Trackers:
+    def build() -> "Trackers | None":
+        if not world.is_rank0 or not (config.log_wandb or config.log_tensorboard):
+            return None
+        from common.reporting.trackers import Trackers  # few runs have a dashboard
+
         return Trackers(
-            wandb=config.log_wandb and world.is_rank0,
+            wandb=config.log_wandb,
             wandb_project=config.experiment,
-            tensorboard=config.log_tensorboard and world.is_rank0,
+            tensorboard=config.log_tensorboard,
             folder=folder.path,
             name=f"{config.experiment_name}/{folder.path.name}",
             settings=config.as_json(),
@@ -57,7 +62,8 @@ def open_logger(setup: Setup, job: Job, progress: Progress) -> Iterator[RunLogge
     trackers = run_on_all_ranks(world, build)
     with progress.bar:
         yield RunLogger(world, folder, progress, trackers, history)
-    trackers.close()  # not after an error: it may take minutes before the other ranks are told
+    if trackers is not None:
+        trackers.close()  # not after an error: it may take minutes before the other ranks are told
 
 
 @contextmanager
@@ -69,6 +75,8 @@ def open_profiler(setup: Setup, folder: RunFolder) -> Iterator[Callback]:
     if not setup.config.profile:
         yield Callback()
         return
+    from torch.profiler import profile, schedule
+
     trace = folder.path / f"profile_rank{setup.world.rank}.json"
     with profile(
         schedule=schedule(skip_first=1, wait=0, warmup=1, active=3, repeat=1),

@@ -6,6 +6,7 @@
 import socket
 import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
@@ -13,7 +14,6 @@ from msgspec.structs import asdict, replace
 
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
-from common.profiling.comm_trace import Timeline
 from common.profiling.records import SECTIONS, Moment, RankTimeline, StepRecord
 from common.reporting.run_files import (
     FORMAT,
@@ -29,6 +29,9 @@ from common.sync.message_cost import GradientSize
 from common.training_engine import TrainingEngine
 from common.utils.environment import peak_memory_bytes
 
+if TYPE_CHECKING:
+    from common.profiling.comm_trace import Timeline
+
 
 class _Measured(Struct):
     """What a rank sends to rank 0; without steps it has no row, without --timeline no lane.
@@ -42,7 +45,7 @@ class _Measured(Struct):
 
 
 def timed(
-    history: Sequence[StepRecord], untimed_steps: int, timeline: Timeline | None = None
+    history: Sequence[StepRecord], untimed_steps: int, timeline: "Timeline | None" = None
 ) -> list[StepRecord]:
     """Return the steps whose times count; all of them if none would be left.
 
