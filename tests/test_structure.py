@@ -198,3 +198,134 @@ def test_functions_of_common_take_few_parameters():
                     if len({one.arg for one in arguments} - {"self", "cls"}) > MOST_PARAMETERS:
                         found.add(prefix + node.name)
     assert found == MANY_PARAMETERS
+
+
+# --- weight ---
+
+# Statements of each package, imports and docstrings aside, rounded up to the next ten; "common" and
+# "lab" are the files directly there. Lower a row with each cut; whoever raises one says in the
+# commit what for.
+MOST_STATEMENTS = {
+    "benchmarks": 860,
+    "common": 550,
+    "common/config": 380,
+    "common/data": 330,
+    "common/distributed": 1220,
+    "common/emulation": 150,
+    "common/experiment": 340,
+    "common/models": 230,
+    "common/profiling": 330,
+    "common/reporting": 660,
+    "common/sync": 1450,
+    "common/training_engine": 1130,
+    "common/utils": 740,
+    "lab": 250,
+    "lab/audit": 4690,
+    "lab/calibrate": 610,
+    "lab/cluster": 660,
+    "lab/compare": 1040,
+    "lab/comparison": 330,
+    "lab/doctor": 390,
+    "lab/evidence": 210,
+    "lab/explain": 160,
+    "lab/fleet": 80,
+    "lab/grade": 2110,
+    "lab/learn": 1890,
+    "lab/predict": 2250,
+    "lab/proofs": 490,
+    "lab/report": 1840,
+    "lab/ssh": 650,
+    "lab/whatif": 340,
+}
+# Over common, lab and benchmarks together. The goal is 30 complex functions.
+MOST_NODES_PER_STATEMENT = 6.7
+MOST_PER_100_STATEMENTS = {"ternaries": 2.8, "comprehensions": 7.3}
+COMPLEX = 12
+MOST_COMPLEX_FUNCTIONS = 43
+
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+BRANCHES = (
+    ast.If | ast.For | ast.While | ast.ExceptHandler | ast.IfExp | ast.Assert | ast.match_case
+)
+
+
+def weighed():
+    """Return the weighed files of each package. Skeletons are exercises: students' own code."""
+    packages = defaultdict(list)
+    for path in [*SOURCES, *(ROOT / "benchmarks").rglob("*.py")]:
+        if "skeletons" not in path.parts:
+            folders = path.relative_to(ROOT).parts[:-1]
+            packages["/".join(folders[:2])].append(path)
+    return packages
+
+
+def docstrings(tree):
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            yield node.body[0]
+
+
+def statements(path):
+    tree = parsed(path)
+    apart = set(docstrings(tree))
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt)
+        and not isinstance(node, ast.Import | ast.ImportFrom)
+        and node not in apart
+    ]
+
+
+def complexity(function):
+    """Return the cyclomatic complexity; a function inside adds its branches."""
+    branches = 1
+    for node in ast.walk(function):
+        if isinstance(node, BRANCHES):
+            branches += 1
+        elif isinstance(node, ast.BoolOp):
+            branches += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            branches += 1 + len(node.ifs)
+    return branches
+
+
+def test_no_package_outweighs_its_row():
+    weights = {
+        package: sum(len(statements(path)) for path in paths)
+        for package, paths in weighed().items()
+    }
+    assert set(weights) == set(MOST_STATEMENTS), "one row of MOST_STATEMENTS for each package"
+    too_heavy = [
+        f"{package} has {weight} statements, and its row of MOST_STATEMENTS is {limit}: "
+        "cut a concept, or raise the row and say in the commit what for"
+        for package, weight in weights.items()
+        if weight > (limit := MOST_STATEMENTS[package])
+    ]
+    assert not too_heavy, "\n".join(too_heavy)
+
+
+def test_statements_carry_no_more_than_a_reader_takes_in_at_once():
+    counted, nodes, ternaries, comprehensions = 0, 0, 0, 0
+    for path in chain(*weighed().values()):
+        tree = parsed(path)
+        counted += len(statements(path))
+        nodes -= len(list(docstrings(tree)))
+        for node in ast.walk(tree):
+            nodes += isinstance(node, ast.expr)
+            ternaries += isinstance(node, ast.IfExp)
+            comprehensions += isinstance(node, COMPREHENSIONS)
+    assert nodes / counted <= MOST_NODES_PER_STATEMENT
+    assert 100 * ternaries / counted <= MOST_PER_100_STATEMENTS["ternaries"]
+    assert 100 * comprehensions / counted <= MOST_PER_100_STATEMENTS["comprehensions"]
+
+
+def test_few_functions_are_complex():
+    complex_functions = [
+        f"{complexity(node)}: {name_of(path)}:{node.lineno} {node.name}"
+        for path in chain(*weighed().values())
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef) and complexity(node) > COMPLEX
+    ]
+    assert len(complex_functions) <= MOST_COMPLEX_FUNCTIONS, "\n".join(complex_functions)
