@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from common.distributed.collectives import run_on_all_ranks
 from common.experiment.resume import Job
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
+from common.reporting.trackers import Trackers
 from common.run_setup import Setup
 from common.training_engine import AfterEachStep, Callback, StepRecord
-
-if TYPE_CHECKING:
-    from common.reporting.trackers import Trackers
 
 
 def build_progress(setup: Setup) -> Progress:
@@ -38,15 +35,11 @@ def open_logger(setup: Setup, job: Job, progress: Progress) -> Iterator[RunLogge
     folder = job.folder
     done_steps = setup.entries.get("step", 0)
 
-    def build() -> "Trackers | None":
-        if not world.is_rank0 or not (config.log_wandb or config.log_tensorboard):
-            return None
-        from common.reporting.trackers import Trackers  # few runs have a dashboard
-
+    def build() -> Trackers:
         return Trackers(
-            wandb=config.log_wandb,
+            wandb=config.log_wandb and world.is_rank0,
             wandb_project=config.experiment,
-            tensorboard=config.log_tensorboard,
+            tensorboard=config.log_tensorboard and world.is_rank0,
             folder=folder.path,
             name=f"{config.experiment_name}/{folder.path.name}",
             settings=config.as_json(),
@@ -62,8 +55,7 @@ def open_logger(setup: Setup, job: Job, progress: Progress) -> Iterator[RunLogge
     trackers = run_on_all_ranks(world, build)
     with progress.bar:
         yield RunLogger(world, folder, progress, trackers, history)
-    if trackers is not None:
-        trackers.close()  # not after an error: it may take minutes before the other ranks are told
+    trackers.close()  # not after an error: it may take minutes before the other ranks are told
 
 
 @contextmanager

@@ -5,8 +5,7 @@
 
 import socket
 import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Container, Sequence
 
 import torch
 from msgspec import Struct
@@ -29,9 +28,6 @@ from common.sync.message_cost import GradientSize
 from common.training_engine import TrainingEngine
 from common.utils.environment import peak_memory_bytes
 
-if TYPE_CHECKING:
-    from common.profiling.comm_trace import Timeline
-
 
 class _Measured(Struct):
     """What a rank sends to rank 0; without steps it has no row, without --timeline no lane.
@@ -45,15 +41,13 @@ class _Measured(Struct):
 
 
 def timed(
-    history: Sequence[StepRecord], untimed_steps: int, timeline: "Timeline | None" = None
+    history: Sequence[StepRecord], untimed_steps: int, recorded: Container[int] = ()
 ) -> list[StepRecord]:
     """Return the steps whose times count; all of them if none would be left.
 
-    The first ``untimed_steps`` warm up, and recording slows the steps of the timeline.
+    The first ``untimed_steps`` warm up, and recording slows those of the timeline, ``recorded``.
     """
-    warm = history[untimed_steps:]
-    if timeline:
-        warm = [step for step in warm if step.step not in timeline.to_record]
+    warm = [step for step in history[untimed_steps:] if step.step not in recorded]
     return list(warm or history)
 
 
@@ -93,7 +87,8 @@ def gather_measurements(
     """
     world = setup.world
     timeline = engine.timeline
-    steps = timed(logger.own_steps, setup.config.untimed_steps, timeline)
+    slowed = timeline.to_record if timeline else ()
+    steps = timed(logger.own_steps, setup.config.untimed_steps, slowed)
     mine = _Measured(_rank_row(setup, engine, logger, steps))
     if timeline:
         mine.lane = timeline.steps.get(timeline.busiest_step)

@@ -1,19 +1,16 @@
 """What a run reports while it trains: on the terminal, in its folder, and on dashboards."""
 
 import time
-from typing import TYPE_CHECKING
 
 from common.distributed.process_group import World
 from common.profiling.link_counter import LinkCounter
 from common.profiling.rank_memory import rank_memory
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
+from common.reporting.trackers import Trackers
 from common.sync.memory_cost import Memory
 from common.training_engine import Callback, EpochEnd, EpochReport, StepRecord, TrainingEngine
 from common.utils.environment import load_per_core
-
-if TYPE_CHECKING:
-    from common.reporting.trackers import Trackers
 
 _STEPS_UNTIL_FINAL = 4  # DDP rebuilds its buckets, PowerSGD compresses from its third step on
 
@@ -21,7 +18,6 @@ _STEPS_UNTIL_FINAL = 4  # DDP rebuilds its buckets, PowerSGD compresses from its
 class RunLogger(Callback):
     """Records the training: metrics, progress, epochs. All ranks keep the records; rank 0 writes.
 
-    ``trackers`` : the dashboards that the settings ask for, on rank 0; None: there are none.
     ``history`` holds the steps of this process, on rank 0 after those of earlier parts of the run.
     ``own_steps`` holds those of this process alone. ``total_seconds`` includes evaluations and
     checkpoints. ``memory`` : of this rank's tensors between two of its first steps; None if compute
@@ -34,7 +30,7 @@ class RunLogger(Callback):
         world: World,
         folder: RunFolder,
         progress: Progress,
-        trackers: "Trackers | None",
+        trackers: Trackers,
         history: list[StepRecord],
     ) -> None:
         self._world = world
@@ -71,8 +67,6 @@ class RunLogger(Callback):
             return
         self.folder.append(records)
         self._progress.show(records)
-        if self._trackers is None:
-            return
         for record in records:
             self._trackers.log(
                 {
@@ -102,8 +96,6 @@ class RunLogger(Callback):
         say(line)
         if end.stop_reason:
             say(end.stop_reason)
-        if self._trackers is None:
-            return
         self._trackers.log(
             {
                 "val/loss": report.val_loss,
@@ -121,8 +113,7 @@ class RunLogger(Callback):
         """Put the records so far on the disk, on rank 0; called before a checkpoint is written."""
         if self._world.is_rank0:
             self.folder.sync()
-            if self._trackers is not None:
-                self._trackers.sync()
+            self._trackers.sync()
 
     def on_train_end(self) -> None:
         """Stop the clock, before an evaluation loads the machine in another way."""

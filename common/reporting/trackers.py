@@ -16,7 +16,7 @@ from common.utils.environment import setting
 
 
 class Trackers:
-    """The dashboards that the settings ask for.
+    """The dashboards that the settings ask for; without any, every method does nothing.
 
     Parameters
     ----------

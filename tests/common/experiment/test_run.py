@@ -68,14 +68,13 @@ def test_part_one_without_a_flag_for_the_group(tmp_path):
     assert re.match(r"^Epoch: 1, Train Loss: ", (folder / "logs_rank0.txt").read_text())
 
 
-# For several ranks, emulation, dashboards, --ema, --timeline and strategies that use buffers.
+# For several ranks, emulation, --ema, --timeline and strategies that use buffers.
 NOT_FOR_ONE_PROCESS = {
     "common.emulation",
     "common.distributed.gpus",
     "common.distributed.meeting",
     "common.models.resnet",
     "common.profiling.comm_trace",
-    "common.reporting.trackers",
     "common.sync.all_reduce",
     "common.sync.backward_buckets",
     "common.sync.flat_buffer",
