@@ -68,8 +68,8 @@ for epoch in range(1, args.epochs + 1):
         optimizer.zero_grad()
         loss = criterion(model(images), labels)
         # If the ranks' shares differ in size, the mean of their means is not the batch's.
-        loss = loss * len(labels) * ranks / samples
-        loss.backward()  # DistributedDataParallel averages the gradients meanwhile
+        weight = len(labels) * ranks / samples
+        (loss * weight).backward()  # DistributedDataParallel averages the gradients meanwhile
         for parameter in model.parameters():
             gradient = parameter.grad
             if args.sync == "gather_scatter":  # rank 0 gathers, averages, and scatters the mean
