@@ -81,7 +81,6 @@ NOT_FOR_ONE_PROCESS = {
     "common.sync.optimizer_shards",
     "common.training_engine.claim",
     "common.training_engine.ema",
-    "common.utils.gradient_fit",
 }
 
 
