@@ -35,6 +35,7 @@ from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import process_group
 from common.models import build_model
 from common.sync.message_cost import GradientSize
+from common.utils.processes import GRACE_SECONDS
 from common.utils.system import tune_malloc
 from lab.cluster import Cluster
 from lab.units import parse_rate
@@ -93,7 +94,7 @@ def on_cluster(nodes: int, rate: str, rounds: int) -> dict:
                     str(output),
                 ]
             )
-            ends = cluster.wait(limit_seconds=_LIMIT_SECONDS, stop_at_failure=True)
+            ends = cluster.wait(limit_seconds=_LIMIT_SECONDS, grace_seconds=GRACE_SECONDS)
             if any(end.status for end in ends):
                 sys.exit(f"error: node {ends[0].node} failed:\n{cluster.output(ends[0].node)}")
         found = json.loads(output.read_text())

@@ -8,22 +8,27 @@ signals on to the ranks, which print to this process's own terminal, and reports
 import math
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import FrameType
+from dataclasses import dataclass
+from subprocess import STDOUT, Popen
 from typing import IO
 
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, print_to_stderr
 from common.utils.environment import RUN_TOKEN, with_run_token
-from common.utils.processes import kill_on_parent_exit, on_signals, shell_status
+from common.utils.processes import (
+    GRACE_SECONDS,
+    SAVE_SECONDS,
+    how_ended,
+    kill_group,
+    on_signals,
+    shell_status,
+    start_child,
+    wait_for_ranks,
+)
 from common.utils.system import batch_scheduling, usable_cores
 
-_POLL_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_SAVE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,9 @@ def run_local_ranks(
     outputs: Sequence[IO[bytes] | None] = (),
     environments: Sequence[Mapping[str, str]] = (),
     limit_seconds: float = math.inf,
-    grace_seconds: float = 8.0,
-    stop_signal: Callable[[], int | None] = lambda: None,
-    stop_seconds: float | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    save_seconds: float = SAVE_SECONDS,
+    received: Callable[[], Sequence[int]] = lambda: (),
 ) -> RankExits:
     """Run ``commands[rank]`` for every rank and return how they ended, once no process is left.
 
@@ -72,94 +77,39 @@ def run_local_ranks(
     ----------
     outputs : a file for each rank's stdout and stderr; None, or no files: this process's own.
     environments : of each rank; none: this process's own.
-    stop_signal : asked every 0.05 s. Once it returns a signal, the ranks receive it and have
-        ``stop_seconds`` (default: ``grace_seconds``) to save and end.
+    received, save_seconds : as of ``wait_for_ranks``.
     """
     environments = environments or [os.environ] * len(commands)
     outputs = outputs or [None] * len(commands)
     several = len(commands) > 1
     token = {RUN_TOKEN: with_run_token(environments[0])[RUN_TOKEN]} if several else {}
-    ranks = _Ranks(deadline=time.monotonic() + limit_seconds)
+    ranks: list[Popen] = []
+
+    def pass_on(number: int) -> None:
+        for rank in ranks:
+            rank.send_signal(number)
+
     try:
         with batch_scheduling(len(commands) > usable_cores()):
-            for rank, command in enumerate(commands):
-                ranks.start(command, {**environments[rank], **token}, outputs[rank])
-        all_ended = ranks.wait(stop_signal, stop_seconds or grace_seconds, grace_seconds)
-    finally:
-        ranks.kill()
-    statuses = tuple(process.returncode for process in ranks.processes)
-    timed_out = not all_ended and not ranks.failed and not ranks.stopping
-    return RankExits(statuses, tuple(ranks.failed), timed_out)
-
-
-@dataclass
-class _Ranks:
-    """The processes of the ranks, and until when they may run.
-
-    failed : the ranks that failed, in the order in which they ended.
-    stopping : they have been told to stop.
-    """
-
-    deadline: float
-    processes: list[subprocess.Popen] = field(default_factory=list)
-    failed: list[int] = field(default_factory=list)
-    stopping: bool = False
-
-    def start(
-        self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
-    ) -> None:
-        self.processes.append(
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output and subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=kill_on_parent_exit(),
-            )
+            for command, variables, output in zip(commands, environments, outputs, strict=True):
+                stderr = output and STDOUT
+                ranks.append(
+                    start_child(command, env={**variables, **token}, stdout=output, stderr=stderr)
+                )
+        failed, timed_out = wait_for_ranks(
+            lambda: [rank.poll() for rank in ranks],
+            limit_seconds=limit_seconds,
+            grace_seconds=grace_seconds,
+            save_seconds=save_seconds,
+            received=received,
+            pass_on=pass_on,
         )
-
-    def wait(
-        self, stop_signal: Callable[[], int | None], stop_seconds: float, grace_seconds: float
-    ) -> bool:
-        """Wait until all have ended or their time is over; return whether all have ended."""
-        while not self._have_ended():
-            if not self.stopping and (number := stop_signal()) is not None:
-                self._pass_on(number)
-                self._allow(stop_seconds)
-            if self.failed and not self.stopping:
-                self._allow(grace_seconds)
-            if time.monotonic() > self.deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
-
-    def _have_ended(self) -> bool:
-        """Note which ranks have failed by now; return whether all have ended."""
-        statuses = [process.poll() for process in self.processes]
-        for rank, status in enumerate(statuses):
-            if status and rank not in self.failed:
-                self.failed.append(rank)
-        return None not in statuses
-
-    def _pass_on(self, number: int) -> None:
-        """Send the signal to all of them: they are to save and end."""
-        self.stopping = True
-        for process in self.processes:
-            process.send_signal(number)
-
-    def _allow(self, seconds: float) -> None:
-        """Let them run for at most ``seconds`` from now; asking again does not prolong it."""
-        self.deadline = min(self.deadline, time.monotonic() + seconds)
-
-    def kill(self) -> None:
-        """Kill every process that still runs, with its process group, and wait for it."""
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
+    finally:
+        for rank in ranks:
+            kill_group(rank)
+        for rank in ranks:
+            rank.wait()
+    return RankExits(tuple(rank.returncode for rank in ranks), tuple(failed), timed_out)
 
 
 def launch_local_ranks(
@@ -168,38 +118,24 @@ def launch_local_ranks(
     """Run ``python command`` once for each of ``variables``; return the exit status.
 
     That is 0, the status of the rank that failed first, 75 if the ranks stopped after saving, or
-    128 + n after signal n. The first signal is passed on to the ranks, which have 120 s to save and
+    128 + n after signal n. The first signal is passed on to the ranks, which have time to save and
     end; the second one kills them.
     """
-    received: signal.Signals | None = None
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal received
-        if received is not None:
-            raise KeyboardInterrupt
-        received = signal.Signals(number)
-
-    try:
-        with on_signals(_SIGNALS, handle):
-            exits = run_local_ranks(
-                [[sys.executable, "-u", *command]] * len(variables),
-                environments=[{**environment, **of_rank} for of_rank in variables],
-                stop_signal=lambda: received,
-                stop_seconds=_SAVE_SECONDS,
-            )
-    except KeyboardInterrupt:
-        print_to_stderr("interrupted: a second signal killed the ranks")
-        return INTERRUPTED
-    return _status(exits, received)
-
-
-def _status(exits: RankExits, received: signal.Signals | None) -> int:
+    received: list[int] = []
+    with on_signals(_SIGNALS, lambda number, _frame: received.append(number)):
+        exits = run_local_ranks(
+            [[sys.executable, "-u", *command]] * len(variables),
+            environments=[{**environment, **of_rank} for of_rank in variables],
+            received=lambda: received,
+        )
     if set(exits.statuses) <= {0, TO_BE_CONTINUED}:
         return max(exits.statuses)
-    if received is not None:
-        return 128 + received
+    if len(received) > 1:
+        print_to_stderr("interrupted: a second signal killed the ranks")
+        return INTERRUPTED
+    if received:
+        return 128 + received[0]
     rank = exits.failed[0]
     status = exits.statuses[rank]
-    how = f"by signal {-status}" if status < 0 else f"with status {status}"
-    print_to_stderr(f"rank {rank} ended first, {how}; its message is above")
+    print_to_stderr(f"rank {rank} failed first: it {how_ended(status)}; its message is above")
     return shell_status(status)

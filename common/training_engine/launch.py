@@ -29,8 +29,7 @@ from common.distributed.spawn import RankExits, run_local_ranks
 from common.errors import UserError
 from common.training_engine.engine import TrainingEngine
 from common.utils.paths import REPOSITORY
-
-_GRACE_SECONDS = 5.0
+from common.utils.processes import how_ended
 
 
 class WorkerError(RuntimeError):
@@ -192,7 +191,6 @@ def _in_processes(
         exits = run_local_ranks(
             [[*worker, str(rank)] for rank in range(world_size)],
             environments=[environment] * world_size,
-            grace_seconds=_GRACE_SECONDS,
         )
         order = dict.fromkeys([*exits.failed, *range(world_size)])
         return {rank: _read_outcome(folder, rank, exits) for rank in order}
@@ -206,8 +204,7 @@ def _read_outcome(folder: Path, rank: int, exits: RankExits) -> WorkerOutcome:
     ended_by_itself = rank in exits.failed or status == 0
     return WorkerOutcome(
         "killed",
-        traceback=f"its process ended with status {status} and no message (killed, or out of "
-        "memory?)",
+        traceback=f"its process {how_ended(status)} and left no message",
         blame=1 if ended_by_itself else 3,
     )
 

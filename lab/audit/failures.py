@@ -33,7 +33,7 @@ from lab.audit.records import (
 from lab.audit.result import Failure
 from lab.audit.runner import AuditRun
 from lab.explain.diagnosis import OWN, Found, explain, lines_of
-from lab.processes.first_failure import find_root_failure, last_error_line
+from lab.fleet.first_failure import find_root_failure, last_error_line
 
 # Of errors that another rank's end causes.
 _CONSEQUENCE = re.compile(

@@ -25,9 +25,10 @@ from typing import IO, cast
 import psutil
 
 from common.errors import UserError
-from common.utils.processes import descendants, kill_on_parent_exit
+from common.utils.processes import descendants, start_child
 from lab.cluster import Cluster, tools
 from lab.cluster.network import namespace_file
+from lab.fleet.namespaces import enter_words
 
 # Waits for the end of the audit, however it comes; what is just being killed may still write.
 _REMOVE = 'trap "" INT TERM HUP; cat; rm -rf "$0" || { sleep 2; rm -rf "$0"; }'
@@ -222,14 +223,12 @@ def held_namespaces(unshare: Sequence[str], commands: Sequence[str]) -> Iterator
     Raises UserError if a command fails.
     """
     script = "\n".join(["set -e", *commands, "echo ready", "exec cat"])
-    with subprocess.Popen(
+    with start_child(
         [*unshare, "sh", "-c", script],
         stdin=subprocess.PIPE,  # once it is closed, cat ends, and the kernel ends all the others
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
-        preexec_fn=kill_on_parent_exit(),
         env=os.environ | {"PATH": tools.search_path()},
     ) as holder:
         said = cast(IO[str], holder.stdout).readline().strip()
@@ -249,7 +248,5 @@ def held_namespaces(unshare: Sequence[str], commands: Sequence[str]) -> Iterator
 
 def _enter(pid: int, cwd: Path, *kinds: str) -> list[str]:
     """Return the words that start a command in the namespaces of a process, in the folder cwd."""
-    same_users = Path(f"/proc/{pid}/ns/user").samefile("/proc/self/ns/user")
-    users = () if same_users else ("--user", "--preserve-credentials")
     change_folder = ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd)]
-    return ["nsenter", f"--target={pid}", *users, "--mount", "--pid", *kinds, "--", *change_folder]
+    return [*enter_words(pid, "--mount", "--pid", *kinds), *change_folder]

@@ -19,7 +19,7 @@ import psutil
 
 from common.errors import UserError
 from common.utils.atomic_files import read_regular
-from common.utils.processes import kill_on_parent_exit
+from common.utils.processes import GRACE_SECONDS, start_child
 from common.utils.system import free_port, usable_cores
 from lab.audit.command import AuditCommand
 from lab.audit.findings import collectives
@@ -42,7 +42,7 @@ _CUT_SECONDS = 8.0
 _MOST_CUT_SECONDS = 30.0
 # How long other ranks may take to fail after the first one, missing ranks to come, and ranks that
 # call different collectives to go on.
-_CERTAIN_SECONDS = 8.0
+_CERTAIN_SECONDS = GRACE_SECONDS
 _STACK_SECONDS = 2.0  # for the ranks to record their stacks
 _TERMINATE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _LOOK_SECONDS = 2.0  # between two looks at what the processes compute
@@ -84,16 +84,7 @@ def start_process(
     log : the file for its output.
     """
     with log.open("ab") as output:
-        return subprocess.Popen(
-            words,
-            env=dict(environment),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=kill_on_parent_exit(),
-        )
+        return start_child(words, env=environment, cwd=cwd, stdout=output, stderr=subprocess.STDOUT)
 
 
 def run_audit_size(

@@ -14,17 +14,16 @@ from common.errors import INTERRUPTED, UserError
 from common.say import count
 from common.utils.environment import RUN_TOKEN, setting
 from common.utils.paths import REPORTS, new_folder
-from common.utils.processes import shell_status
+from common.utils.processes import GRACE_SECONDS, shell_status
 from lab.cluster.cluster import Cluster, End
 from lab.cluster.nodes import FAULTS, Nodes, find_nodes
 from lab.cluster.program import NOT_FOUND, check_placeholders, node_environment, parse_python
 from lab.flags import add_command
-from lab.processes.first_failure import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput, log_name, write_log
+from lab.fleet.first_failure import find_root_failure
+from lab.fleet.prefixed_output import PrefixedOutput, log_name, write_log
 from lab.terminal import say
 from lab.units import parse_rate
 
-_INTERRUPT_SECONDS = 5.0
 _DONE = {
     "cut": "link disconnected",
     "slow": "link limited to ",
@@ -153,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         say(_introduction(cluster, args, time.monotonic() - began))
         try:
             cluster.start(command)
-            ends = cluster.wait(stop_at_failure=True)
+            ends = cluster.wait(grace_seconds=GRACE_SECONDS)
         except KeyboardInterrupt:
             return _interrupted(cluster, logs)
         return _conclusion(cluster, ends, time.monotonic() - began, logs)
@@ -179,7 +178,7 @@ def _interrupted(cluster: Cluster, logs: Path) -> int:
     """Pass the interrupt on and wait for the nodes to end; a second Ctrl-C ends the wait."""
     with contextlib.suppress(KeyboardInterrupt, TimeoutError):
         cluster.send_signal(signal.SIGINT)
-        cluster.wait(limit_seconds=_INTERRUPT_SECONDS)
+        cluster.wait(limit_seconds=GRACE_SECONDS)
     say(f"interrupted: all processes on all nodes have ended; output: {logs}")
     return INTERRUPTED
 

@@ -28,14 +28,15 @@ from common.say import count
 from common.utils.atomic_files import append_text
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.paths import REPOSITORY
-from common.utils.processes import descendants, kill_on_parent_exit
+from common.utils.processes import SAVE_SECONDS, how_ended, start_child, wait_for_ranks
 from common.utils.system import free_port
 from lab.cluster import network, tools
 from lab.cluster.network import Link, Traffic
 from lab.cluster.nodes import FAULTS, Nodes
 from lab.cluster.program import fill_in, node_environment
 from lab.cluster.supervisor import NodeProgram
-from lab.processes.prefixed_output import log_name, write_log
+from lab.fleet.prefixed_output import log_name, write_log
+from lab.fleet.supervision import kill_descendants
 from lab.units import parse_latency, parse_rate
 
 # For ``python -P -c``, with the repository as argument, so that it need not be installed.
@@ -45,7 +46,6 @@ SUPERVISOR_CODE = (
 
 _READY_SECONDS = 180.0  # for the supervisor to import torch
 _CLOSE_SECONDS = 10.0
-_POLL_SECONDS = 0.2
 _PORT = 29500
 
 
@@ -57,6 +57,34 @@ class End:
     node: int
     status: int
     seconds: float
+
+
+@dataclass
+class _Program:
+    """A rank's program, as it is followed from here.
+
+    name : "node 2", or "node 2, rank 2," if it knows its rank.
+    control : takes signals for it, and gives its exit status.
+    stopped : why ``wait`` has stopped it; "" if it has not.
+    ended : when, by time.monotonic().
+    """
+
+    rank: int
+    node: int
+    name: str
+    log: Path
+    control: socket.socket
+    stopped: str = ""
+    ended: float = math.inf
+    end: End | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit status; None while it runs."""
+        return None if self.end is None else self.end.status
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # it has just ended
+            self.control.send(bytes([number]))
 
 
 class Cluster:
@@ -111,13 +139,9 @@ class Cluster:
         self._on_line = on_line
         self._preload = not fresh and sys.platform == "linux"  # elsewhere forks of torch may hang
         self._check(rate, latency)
-        self._program_ended = threading.Event()
-        # All by rank; a node with one rank has its number.
-        self._running: dict[int, socket.socket] = {}  # takes signals for the rank's program
         self._threads: list[threading.Thread] = []
-        self._names: dict[int, str] = {}  # "node 2", or "node 2, rank 2," if it knows its rank
-        self._stopped: dict[int, str] = {}  # why ``wait`` has stopped a rank
-        self._ends: list[End] = []  # since the last ``wait``
+        self._programs: list[_Program] = []  # since the last ``wait``
+        # By rank; a node with one rank has its number.
         self._output: dict[int, list[str]] = {rank: [] for rank in range(self.ranks)}  # lines
         self._port = _PORT  # of the ranks' store on node 0
         self.token = with_run_token(os.environ)[RUN_TOKEN]
@@ -163,7 +187,7 @@ class Cluster:
         self._errors = tempfile.TemporaryFile()
         self._requests, requests = Pipe()
         with requests:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [
                     *(() if self.loopback else tools.unshare_command() or ()),
                     *(sys.executable, "-P", "-c", SUPERVISOR_CODE, str(REPOSITORY)),
@@ -172,8 +196,6 @@ class Cluster:
                 stdin=requests.fileno(),
                 stdout=self._errors,
                 stderr=self._errors,
-                start_new_session=True,
-                preexec_fn=kill_on_parent_exit(),
                 env={**os.environ, "OMP_NUM_THREADS": "1", **own.variables()},
             )
         self._nodes = replace(own, process=self._process.pid)
@@ -217,9 +239,8 @@ class Cluster:
         try:
             self._process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            for pid in [*descendants(self._process.pid), self._process.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_descendants(self._process.pid)
+            self._process.kill()
             self._process.wait(_CLOSE_SECONDS)
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
@@ -251,11 +272,11 @@ class Cluster:
             chosen = self._ranks_of(range(self.nodes) if nodes is None else nodes)
         for rank in chosen:
             self._check_node(rank // self.ranks_per_node)
-            if rank in self._running:
+            if any(program.rank == rank for program in self._running()):
                 raise UserError(
                     f"{self._name(rank)} still runs the previous command: wait for it, or kill it"
                 )
-        if self.loopback and not self._running:  # nodes that join later use the same port
+        if self.loopback and not self._running():  # nodes that join later use the same port
             self._port = free_port(address="127.0.0.1")
         variables = node_environment(
             {**os.environ, RUN_TOKEN: self.token, **(environment or {})},
@@ -272,14 +293,14 @@ class Cluster:
                 port=self._port,
                 ranks_per_node=self.ranks_per_node,
             )
-            self._names[rank] = self._name(rank)
+            name = self._name(rank)
             if self.ranks_per_node > 1:
-                self._names[rank] += ","
+                name += ","
             elif any("{rank}" in word for word in command):
-                self._names[rank] += f", rank {rank},"
+                name += f", rank {rank},"
             node = rank // self.ranks_per_node
             program = NodeProgram(rank, self.ranks, node, self.loopback, filled, variables, folder)
-            self._start(program, self.log(rank, logs))
+            self._start(program, name, self.log(rank, logs))
 
     def _ranks_of(self, nodes: Sequence[int]) -> list[int]:
         return [rank for node in nodes for rank in self._nodes.ranks_of(node)]
@@ -290,7 +311,10 @@ class Cluster:
             return f"node {rank}"
         return f"node {rank // self.ranks_per_node}, rank {rank}"
 
-    def _start(self, program: NodeProgram, log: Path) -> None:
+    def _running(self) -> list["_Program"]:
+        return [program for program in self._programs if program.end is None]
+
+    def _start(self, request: NodeProgram, name: str, log: Path) -> None:
         """Send a program to the supervisor, and follow it in a thread.
 
         The supervisor gets a socket, by which signals go and the exit status comes, and a pipe for
@@ -300,7 +324,7 @@ class Cluster:
         control, far = socket.socketpair()
         reader, writer = os.pipe()
         try:
-            self._requests.send(program)
+            self._requests.send(request)
             for descriptor in (far.fileno(), writer):
                 send_handle(self._requests, descriptor, self._process.pid)
         except OSError as error:
@@ -308,34 +332,35 @@ class Cluster:
         finally:
             far.close()
             os.close(writer)
-        self._running[program.rank] = control
-        follow = partial(self._follow, program.rank, control, reader, log)
+        program = _Program(request.rank, request.node, name, log, control)
+        self._programs.append(program)
+        follow = partial(self._follow, program, reader)
         self._threads.append(threading.Thread(target=follow, daemon=True))
         self._threads[-1].start()
 
-    def _follow(self, rank: int, control: socket.socket, output: int, log: Path) -> None:
+    def _follow(self, program: "_Program", output: int) -> None:
         """Record what a rank writes and how its program ends; in a thread."""
         began = time.monotonic()
-        with control, open(output, encoding="utf-8", errors="replace", newline="\n") as lines:
+        with (
+            program.control,
+            open(output, encoding="utf-8", errors="replace", newline="\n") as lines,
+        ):
             for text in lines:
                 line = text.rstrip("\n")
-                self._output[rank].append(line)
-                write_log(log, line)
-                self._on_line(rank, line)
+                self._output[program.rank].append(line)
+                write_log(program.log, line)
+                self._on_line(program.rank, line)
             try:
-                status = int(control.recv(16))
+                status = int(program.control.recv(16))
             except (OSError, ValueError):  # its parent was killed, most likely with the cluster
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(1)
                 status = -signal.SIGKILL
-        reason = self._stopped.pop(rank, None)
         if status < 0:  # a killed program cannot report its own end
-            reason = reason or f"was killed by {signal.Signals(-status).name}"
-            write_log(log, f"lab cluster: {self._names[rank]} {reason}")
-        node = rank // self.ranks_per_node
-        self._ends.append(End(rank, node, status, time.monotonic() - began))
-        del self._running[rank]  # after the end is recorded: ``wait`` reads both
-        self._program_ended.set()
+            reason = program.stopped or how_ended(status)
+            write_log(program.log, f"lab cluster: {program.name} {reason}")
+        program.ended = time.monotonic()
+        program.end = End(program.rank, program.node, status, program.ended - began)
 
     def log(self, rank: int, folder: Path | None = None) -> Path:
         """Return the file for a rank's output; it ends with the reason if a signal killed it."""
@@ -358,9 +383,8 @@ class Cluster:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the program of every rank, as Ctrl-C does to those of a terminal."""
-        for control in list(self._running.values()):
-            with contextlib.suppress(OSError):  # the program has just ended
-                control.send(bytes([number]))
+        for program in self._running():
+            program.send_signal(number)
 
     def traffic(self) -> dict[int, Traffic]:
         """Return what each node has sent and received over its link.
@@ -384,43 +408,41 @@ class Cluster:
         self,
         *,
         limit_seconds: float = math.inf,
-        stop_at_failure: bool = False,
-        grace_seconds: float = 8.0,
+        grace_seconds: float = math.inf,
     ) -> list[End]:
         """Wait until nothing runs; return the ends since the last ``wait``, the earliest first.
 
-        stop_at_failure : after the first failure, give the other ranks ``grace_seconds`` to report
-            why they end, too; then kill them.
+        grace_seconds : after the first failure, give the other ranks so long to report why they
+            end, too; then kill them.
         Raises TimeoutError with those that still run after ``limit_seconds``, GroupError if the
         cluster has ended.
         """
-        began = time.monotonic()
-        kill_at = math.inf
-        while True:
-            now = time.monotonic()
-            if self._process.poll() is not None:
-                raise GroupError(f"the cluster has ended: {self._why_ended()}")
-            if not self._running:
-                break
-            if now > began + limit_seconds:
-                who = "nodes" if self.ranks_per_node == 1 else "ranks"
-                raise TimeoutError(
-                    f"after {limit_seconds:g} s these {who} still run: "
-                    f"{', '.join(map(str, sorted(self._running)))}"
-                )
-            if stop_at_failure and any(end.status for end in self._ends):
-                kill_at = min(kill_at, now + grace_seconds)
-            if now > kill_at:
-                first = self._names[next(end.rank for end in self._ends if end.status)]
-                reason = f"was stopped, since {first} had failed"
-                self._stopped |= dict.fromkeys(list(self._running), reason)
-                self.send_signal(signal.SIGKILL)
-                kill_at = math.inf  # set anew above: kills what still runs after the same time
-            self._program_ended.wait(_POLL_SECONDS)
-            self._program_ended.clear()
-        ends = self._ends
-        self._ends = []
-        return ends
+        failed, _ = wait_for_ranks(
+            self._statuses,
+            limit_seconds=limit_seconds,
+            grace_seconds=grace_seconds,
+            save_seconds=max(SAVE_SECONDS, grace_seconds),
+        )
+        if failed and grace_seconds < math.inf:
+            first = self._programs[failed[0]].name
+            for program in self._running():
+                program.stopped = f"was stopped, since {first} had failed"
+                program.send_signal(signal.SIGKILL)
+            wait_for_ranks(self._statuses)
+        if running := sorted(program.rank for program in self._running()):
+            who = "nodes" if self.ranks_per_node == 1 else "ranks"
+            raise TimeoutError(
+                f"after {limit_seconds:g} s these {who} still run: {', '.join(map(str, running))}"
+            )
+        in_order = sorted(self._programs, key=lambda program: program.ended)
+        self._programs = []
+        return [program.end for program in in_order if program.end is not None]
+
+    def _statuses(self) -> list[int | None]:
+        """Return how the programs have ended; GroupError if the cluster has."""
+        if self._process.poll() is not None:
+            raise GroupError(f"the cluster has ended: {self._why_ended()}")
+        return [program.poll() for program in self._programs]
 
     def _check_node(self, node: int) -> None:
         if not 0 <= node < self.nodes:

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -15,7 +14,9 @@ from pathlib import Path
 import psutil
 
 from common.errors import UserError
+from common.utils.processes import how_ended
 from lab.cluster import tools
+from lab.fleet.namespaces import enter_namespace, enter_words
 
 MOST_NODES = 250
 _BRIDGE = "lab0"
@@ -59,16 +60,6 @@ def namespace(node: int) -> str:
 def namespace_file(node: int) -> Path:
     """Return the file of a node's network namespace; it exists inside the cluster only."""
     return Path("/run/netns", namespace(node))
-
-
-def enter_namespace(path: Path) -> None:
-    """Move this process into a namespace: a file of ``/proc/PID/ns`` or of ``ip netns``.
-
-    Raises OSError if the kernel refuses. (Python has ``os.setns`` since 3.12 only.)
-    """
-    with path.open() as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @dataclass(frozen=True)
@@ -192,11 +183,9 @@ class ClusterNetwork:
 
     def _run(self, *command: str, stdin: str = "", may_fail: bool = False) -> str:
         """Run a command in the cluster's namespaces, on the bridge, and return its output."""
-        enter = ["nsenter", f"--target={self.host_pid}", "--mount", "--pid", "--net"]
-        if not Path(f"/proc/{self.host_pid}/ns/user").samefile("/proc/self/ns/user"):
-            enter += ["--user", "--preserve-credentials"]
+        enter = enter_words(self.host_pid, "--mount", "--pid", "--net")
         done = subprocess.run(
-            [*enter, "--", *command],
+            [*enter, *command],
             input=stdin,
             capture_output=True,
             text=True,
@@ -204,7 +193,7 @@ class ClusterNetwork:
             env=os.environ | {"PATH": tools.search_path()},
         )
         if done.returncode and not may_fail:
-            why = done.stderr.strip() or f"status {done.returncode}"
+            why = done.stderr.strip() or f"it {how_ended(done.returncode)}"
             raise UserError(f"`{' '.join(command)}` failed: {why}")
         return done.stdout
 

@@ -19,9 +19,10 @@ from typing import NoReturn
 
 from common.utils.processes import adopt_orphans, kill_on_parent_exit
 from common.utils.system import batch_scheduling, libc_function, usable_cores
-from lab.cluster.network import enter_namespace, namespace, namespace_file
+from lab.cluster.network import namespace, namespace_file
 from lab.cluster.program import NOT_FOUND, parse_python, preload_modules, reset_forked_state
-from lab.processes.supervision import supervise
+from lab.fleet.namespaces import enter_namespace
+from lab.fleet.supervision import supervise
 
 _PR_SET_NAME = 15  # <sys/prctl.h>
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import GroupError
+from common.utils.processes import GRACE_SECONDS
 from lab.cluster import Cluster
 from lab.compare.outcomes import describe_failure
 
@@ -75,7 +76,7 @@ class Executors(contextlib.ExitStack):
             program += [*_NODE_FLAGS, "--num-nodes", str(ranks)]
         try:
             cluster.start(program, ranks=range(ranks), logs=logs)
-            ends = cluster.wait(limit_seconds=limit_seconds, stop_at_failure=True)
+            ends = cluster.wait(limit_seconds=limit_seconds, grace_seconds=GRACE_SECONDS)
         except TimeoutError as error:
             self._end_clusters()
             return f"stopped after {limit_seconds:g} s, the limit: {error}"

@@ -260,7 +260,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
         if status:
             write_atomically(note, encode(status))
     if launch.rank > 0:
-        return min(status, 2)
+        return min(shell_status(status), 2)
     if failure is not None:
         raise failure
     if status:
@@ -341,7 +341,7 @@ def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
 
 
 def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> int:
-    """Run the part; return its exit status, as a shell reports it.
+    """Run the part; return its exit status, negative for a signal.
 
     Raises GroupError if a signal stopped it: what it did until then is no measurement.
     """
@@ -356,7 +356,7 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> int:
             shutil.rmtree(run.path)
     with on_signals(_SIGNALS, _stop):
         exits = run_local_ranks([command], outputs=[log])
-    return shell_status(exits.statuses[0])
+    return exits.statuses[0]
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -25,7 +25,7 @@ from lab.comparison.run_files import (
     read_run_file,
     read_run_lines,
 )
-from lab.processes.first_failure import find_root_failure
+from lab.fleet.first_failure import find_root_failure
 
 _MOST_LOG_BYTES = 2**20
 

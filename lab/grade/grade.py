@@ -24,7 +24,7 @@ import lab
 from common.errors import UserError
 from common.say import count, listed, minutes_text
 from common.utils.environment import setting
-from common.utils.processes import kill_on_parent_exit
+from common.utils.processes import how_ended, start_child
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
@@ -374,14 +374,12 @@ def _run(task: Task) -> Facts | Look:
     """Run the program of part.py, and return what it has seen, or why it has not."""
     # Other commands may be tried until the first limit is reached.
     limit = (len(task.ranks) + 1) * task.limit_seconds + _MORE_SECONDS
-    process = subprocess.Popen(
+    process = start_child(
         [sys.executable, "-m", "lab.grade.part"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=_environment(),
-        start_new_session=True,
-        preexec_fn=kill_on_parent_exit(),
     )
     with process:
         try:
@@ -391,7 +389,7 @@ def _run(task: Task) -> Facts | Look:
             return Look(f"its audit did not end within {_about(limit)}.", grader=_AGAIN)
     if process.returncode != 0:
         lines = output.decode(errors="replace").strip().splitlines() or ["no message"]
-        said = f"its audit failed (status {process.returncode}): {lines[-1][:300]}"
+        said = f"its audit {how_ended(process.returncode)}: {lines[-1][:300]}"
         return Look(said, grader=_AGAIN)
     try:
         return _read_facts(task)

@@ -4,7 +4,6 @@ A rubric is a TOML file; ``lab grade --print-rubric --rubric cs744`` prints one 
 Everything in it is checked before a submission runs.
 """
 
-import contextlib
 import os
 import re
 import shlex
@@ -178,12 +177,18 @@ def _check_faults(names: Set[str], *, where: str) -> None:
 
 
 def check_pattern(pattern: str, *, where: str) -> None:
-    """Raise UserError unless this is a pattern of files below a submission's folder."""
-    if ".." not in Path(pattern).parts:
-        with contextlib.suppress(NotImplementedError, ValueError, IndexError):
-            any(Path("nowhere").glob(pattern))
-            return
-    raise UserError(f"{where}: got {pattern!r}; give a path or a pattern below the submission")
+    """Raise UserError unless this is a pattern of files below a submission's folder.
+
+    ``**`` stands for folders, so it is a whole component: of ``**main.py`` some versions of Python
+    make something else.
+    """
+    path = Path(pattern)
+    mixed = any("**" in part and part != "**" for part in path.parts)
+    if mixed or path.is_absolute() or ".." in path.parts or not path.parts:
+        raise UserError(
+            f"{where}: got {pattern!r}; give a path or a pattern below the submission, with ** "
+            "for whole folders only, as in **/main.py"
+        )
 
 
 def check_command(text: str, part: Part, *, where: str) -> None:

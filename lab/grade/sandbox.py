@@ -1,12 +1,10 @@
 """The sandbox of one run: a stranger's ranks see a system that they cannot change.
 
-``sandbox`` makes namespaces of its own: a network with loopback alone; process ids, whose first
-process takes all others along; and a file system in which the system's folders, the script's
-Python, the probe and the rubric's folders are read-only, and a copy of the submission lies in
-memory. Processes run in a ``chroot``, so that they cannot make further namespaces, as an ordinary
-user, under limits; ``_watch`` ends them when memory or records grow too large.
-
-bubblewrap mounts all this; where it is not installed, ``mount`` in namespaces of ``unshare``.
+``sandbox`` makes namespaces of its own with bubblewrap: a network with loopback alone; process
+ids, whose first process takes all others along; and a file system in which the system's folders,
+the script's Python, the probe and the rubric's folders are read-only, and a copy of the submission
+lies in memory. Processes run in a ``chroot``, so that they cannot make further namespaces, as an
+ordinary user, under limits; ``_watch`` ends them when memory or records grow too large.
 """
 
 import contextlib
@@ -16,10 +14,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -37,9 +34,11 @@ from lab.audit.isolation import (
 )
 from lab.audit.runner import HOOK
 from lab.cluster import tools
+from lab.fleet.first_failure import last_error_line
+from lab.fleet.namespaces import enter_words
 from lab.grade.driven import DRIVERS
-from lab.processes.first_failure import last_error_line
 
+_PROGRAM = "bwrap"  # bubblewrap's
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 _MOUNTED = "/mounted"  # has the rubric's folders
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts")
@@ -50,26 +49,6 @@ _MOST_OF_MACHINE = 95.0  # percent of all memory: also of what no process maps
 # user has, also in the sandbox of another part.
 _FIRST_USER = 61_000
 _USERS = 4_000
-
-# How bubblewrap, and a shell, mount what {source} says at {at}, which exists.
-_BUBBLEWRAP = {
-    "folder": "--perms 0777 --dir {at}",
-    "read-only": "--ro-bind {source} {at}",
-    "memory": "--size {source} --perms 1777 --tmpfs {at}",
-    "processes": "--proc {at}",
-    "devices": "--dev {at} --size {source} --perms 1777 --tmpfs {at}/shm --remount-ro {at}",
-    "closed": "--remount-ro {at}",
-}
-_MOUNT = {
-    "folder": "mkdir -p -m 777 {at}",
-    "read-only": "mount --bind {source} {at}\nmount -o remount,bind,ro,nosuid,nodev {at}",
-    "memory": "mount -t tmpfs -o mode=1777,nosuid,nodev,size={source} tmpfs {at}",
-    "processes": "mount -t proc proc {at}",
-    "devices": "mkdir -p {at}/shm\nmount -t tmpfs -o mode=1777,size={source} tmpfs {at}/shm\n"
-    "for device in null zero full random urandom; do : > {at}/$device; "
-    "mount --bind /dev/$device {at}/$device; done",
-    "closed": "mount -o remount,bind,ro,nosuid,nodev {at}",
-}
 
 
 class Task(msgspec.Struct, kw_only=True):
@@ -138,6 +117,11 @@ class Task(msgspec.Struct, kw_only=True):
 
 def refused(task: Task) -> str | None:
     """Return why a task cannot run in a sandbox here, and what to do; None if it can."""
+    if shutil.which(_PROGRAM, path=tools.search_path()) is None:
+        return (
+            "bubblewrap is not installed: install the package bubblewrap on a Linux machine, for "
+            "example by sudo apt-get install bubblewrap"
+        )
     try:
         with record_folder(None) as folder:
             # An empty submission: a student's torch.py must not refuse all others.
@@ -150,7 +134,7 @@ def refused(task: Task) -> str | None:
                 unreadable = ("!", "-readable", "-print", "-quit")
                 found = _run_inside(enter, "find", *mounted, *unreadable)
     except (UserError, OSError, subprocess.TimeoutExpired) as error:
-        return f"{error}: install the package bubblewrap, and allow user namespaces"
+        return f"{error}: allow user namespaces"
     if found.stdout.startswith(f"{_MOUNTED}/"):
         folders = shlex.join(task.mounts.values())
         return f"not everybody may read the rubric's folders: chmod -R a+rX {folders}"
@@ -171,7 +155,7 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
     folder : of the run; the records are written below it.
     ended : gets the reason if the sandbox ends what runs in it.
 
-    Raises UserError if the namespaces cannot be made.
+    Raises FileNotFoundError without bubblewrap, and UserError if the namespaces cannot be made.
     """
     root = folder / "root"
     records = folder / "records"
@@ -179,8 +163,8 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
     interfaces, addresses, hosts = sort_names(task.names)
     commands = interface_commands(interfaces, addresses) if task.names else []
     hosts_file = write_hosts(folder, addresses[0], hosts)
-    unshare, mounting = _namespaces(task, root, records, hosts_file)
-    with held_namespaces(unshare, [*mounting, *commands]) as first:
+    namespaces = _bubblewrap(task, root, records, hosts_file)
+    with held_namespaces(namespaces, commands) as first:
         enter = _enter(task, root, first)
         _copy_in(task, enter)
         # The records lie in memory, which stays as long as this is open.
@@ -209,10 +193,7 @@ def _enter(task: Task, root: Path, first: int) -> list[str]:
     first : the id of the first process in the namespaces.
     """
     is_root = os.geteuid() == 0
-    words = ["nsenter", f"--target={first}", *_NAMESPACES]
-    if not is_root:
-        words += ["--user", "--preserve-credentials"]
-    words += ["--", "chroot"]
+    words = [*enter_words(first, *_NAMESPACES), "chroot"]
     if is_root:
         user = _FIRST_USER + os.getpid() % _USERS
         words += [f"--userspec={user}:{user}", "--groups="]
@@ -243,51 +224,9 @@ def _copy_in(task: Task, enter: Sequence[str]) -> None:
 # --- what is mounted ---
 
 
-class Mount(NamedTuple):
-    """A step in the making of the file system.
-
-    kind : a key of ``_BUBBLEWRAP`` and ``_MOUNT``.
-    at : where it appears to the ranks.
-    source : a folder of this machine, or the size of a memory in bytes.
-    """
-
-    kind: str
-    at: str
-    source: str | int = ""
-
-
-def _namespaces(
-    task: Task, root: Path, records: Path, hosts_file: Path
-) -> tuple[list[str], list[str]]:
-    """Return the words that make the namespaces, and commands to run in them."""
-    system = [Path(name) for name in _SYSTEM if Path(name).exists()]
-    mounts = _mounts(task, system, records)
-    if task.names:
-        mounts.insert(-1, Mount("read-only", str(HOSTS), str(hosts_file)))
-    bubblewrap = shutil.which("bwrap", path=tools.search_path())
-    if bubblewrap:
-        return _bubblewrap(bubblewrap, system, _lines(_BUBBLEWRAP, mounts, root)), []
-    words = ["unshare"]
-    if os.geteuid() != 0:
-        words += ["--user", "--map-root-user"]
-    words += [name for name in _NAMESPACES if name != "--mount"]
-    words += ["--mount", "--fork", "--kill-child"]
-    return words, ["ip link set lo up", *_lines(_MOUNT, mounts, root)]
-
-
-def _lines(kinds: Mapping[str, str], mounts: Sequence[Mount], root: Path) -> list[str]:
-    """Return the words of bubblewrap, or the shell's commands, that mount all this in ``root``."""
-    lines: list[str] = []
-    for mount in mounts:
-        at = shlex.quote(f"{root}{mount.at}")
-        source = shlex.quote(str(mount.source))
-        lines.append(kinds[mount.kind].format(at=at, source=source))
-    return lines
-
-
-def _bubblewrap(program: str, system: Sequence[Path], lines: Sequence[str]) -> list[str]:
-    """Return the words that make the namespaces with bubblewrap."""
-    words = [program, "--die-with-parent", "--as-pid-1", "--chdir", "/"]
+def _bubblewrap(task: Task, root: Path, records: Path, hosts_file: Path) -> list[str]:
+    """Return the words that make the namespaces."""
+    words = [_PROGRAM, "--die-with-parent", "--as-pid-1", "--chdir", "/"]
     for name in _NAMESPACES:
         if name != "--mount":
             words.append(name.replace("--", "--unshare-"))
@@ -295,15 +234,17 @@ def _bubblewrap(program: str, system: Sequence[Path], lines: Sequence[str]) -> l
         # The first process keeps all that an ordinary user's namespace allows: then those inside,
         # who have less, cannot trace it. It is outside of the chroot.
         words += ["--unshare-user", "--uid", "0", "--gid", "0", "--cap-add", "ALL"]
+    system = [Path(name) for name in _SYSTEM if Path(name).exists()]
     for folder in system:  # for the first process, which stays outside of the chroot
         words += ["--ro-bind", str(folder), str(folder)]
-    for line in lines:
-        words += shlex.split(line)
-    return [*words, "--remount-ro", "/"]
+    words += _mounts(task, system, root, records)
+    if task.names:
+        words += ["--ro-bind", str(hosts_file), f"{root}{HOSTS}"]
+    return [*words, "--remount-ro", str(root), "--remount-ro", "/"]
 
 
-def _mounts(task: Task, system: Sequence[Path], records: Path) -> list[Mount]:
-    """Return the file system of the ranks, in the order in which it is made.
+def _mounts(task: Task, system: Sequence[Path], root: Path, records: Path) -> list[str]:
+    """Return bubblewrap's words for the file system of the ranks, in the order of their making.
 
     Everything is read-only at the end but the memories: /tmp, /dev/shm, the submission, the
     records, and the folders with links to the rubric's data.
@@ -320,18 +261,22 @@ def _mounts(task: Task, system: Sequence[Path], records: Path) -> list[Mount]:
         above = Path(place).parents[:-1]  # without "/"
         parents += [str(parent) for parent in reversed(above)]
 
-    mounts = [Mount("folder", ""), _memory(task, "")]
-    mounts += [Mount("folder", at) for at in ("/proc", "/dev", "/tmp")]
-    mounts += [Mount("processes", "/proc"), Mount("devices", "/dev", task.disk_bytes)]
-    mounts += [_memory(task, "/tmp")]
-    mounts += _folders([*parents, task.submission, str(records)])
-    mounts += [_memory(task, task.submission)]
+    words = _folders(root, [""])
+    words += _memory(task, root, "")
+    words += _folders(root, ["/proc", "/dev", "/tmp"])
+    words += ["--proc", f"{root}/proc", "--dev", f"{root}/dev"]
+    words += _memory(task, root, "/dev/shm")
+    words += ["--remount-ro", f"{root}/dev"]
+    words += _memory(task, root, "/tmp")
+    words += _folders(root, [*parents, task.submission, str(records)])
+    words += _memory(task, root, task.submission)
     # Once more: what lies in the submission is hidden by its memory.
-    mounts += _folders([*parents, *readable, *links])
-    mounts += [_memory(task, at) for at in [*links, str(records)]]
-    mounts += [Mount("read-only", at, source) for at, source in readable.items()]
-    mounts += [Mount("closed", "")]
-    return mounts
+    words += _folders(root, [*parents, *readable, *links])
+    for at in [*links, str(records)]:
+        words += _memory(task, root, at)
+    for at, source in readable.items():
+        words += ["--ro-bind", source, f"{root}{at}"]
+    return words
 
 
 def _memories(task: Task, taken: Sequence[str]) -> Iterator[str]:
@@ -346,12 +291,15 @@ def _memories(task: Task, taken: Sequence[str]) -> Iterator[str]:
             yield folder
 
 
-def _memory(task: Task, at: str) -> Mount:
-    return Mount("memory", at, task.disk_bytes)
+def _memory(task: Task, root: Path, at: str) -> list[str]:
+    return ["--size", str(task.disk_bytes), "--perms", "1777", "--tmpfs", f"{root}{at}"]
 
 
-def _folders(places: Sequence[str]) -> list[Mount]:
-    return [Mount("folder", at) for at in dict.fromkeys(places)]
+def _folders(root: Path, places: Sequence[str]) -> list[str]:
+    words: list[str] = []
+    for at in dict.fromkeys(places):
+        words += ["--perms", "0777", "--dir", f"{root}{at}"]
+    return words
 
 
 def _own_folders(task: Task, system: Sequence[Path]) -> list[Path]:

@@ -15,10 +15,10 @@ from typing import Any
 
 from common.errors import INTERRUPTED
 from common.utils.processes import adopt_orphans
+from lab.fleet.supervision import kill_descendants
 from lab.learn.course import LESSONS, Lesson
 from lab.learn.progress import keep_done, progress_of
 from lab.learn.student_file import Mistake, StudentFile
-from lab.processes.supervision import kill_descendants
 from lab.terminal import say
 
 # Exit statuses of a check.

@@ -23,6 +23,7 @@ from typing import Any
 import cloudpickle
 
 from common.utils.paths import REPOSITORY
+from common.utils.processes import how_ended
 from common.utils.system import batch_scheduling, usable_cores
 
 PRELOADED = [
@@ -139,9 +140,9 @@ def _collect(results: Any, ranks: Sequence[Any], timeout_seconds: float) -> list
             rank, error, result = results.get(timeout=_LOOK_SECONDS)
         except Empty:
             if ended:
+                how = how_ended(ranks[ended[0]].exitcode)
                 raise RankError(
-                    f"rank {ended[0]} of {len(ranks)} ended with status {ranks[ended[0]].exitcode} "
-                    "and gave no answer"
+                    f"rank {ended[0]} of {len(ranks)} {how} and gave no answer"
                 ) from None
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(len(ranks)) if rank not in found)

@@ -19,26 +19,22 @@ from msgspec.structs import asdict
 from common.errors import INTERRUPTED, TO_BE_CONTINUED
 from common.say import count, listed
 from common.utils.paths import new_folder
-from common.utils.processes import on_signals, shell_status
+from common.utils.processes import on_signals, shell_status, wait_for_ranks
 from common.utils.system import allow_most_descriptors
-from lab.processes.first_failure import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput, log_name, write_log
+from lab.fleet.first_failure import find_root_failure
+from lab.fleet.prefixed_output import PrefixedOutput, log_name, write_log
 from lab.ssh.command import NodeCommand, read_command
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts, share_hosts
 from lab.ssh.node import HostFacts
 from lab.ssh.questions import doctor_passes, find_master, refuse_differences, run_requests
 from lab.ssh.record import LaunchedHost, LaunchRecord, write_launch
-from lab.ssh.remote import OnLine, Remote, ask, running, served, signal_all, wait
+from lab.ssh.remote import BEAT_SECONDS, OnLine, Remote, ask, running, served, signal_all
 from lab.terminal import say
 
 # With more hosts the terminal shows only rank 0 and the first failure.
 _SHOWN_HOSTS = 8
-_GRACE_SECONDS = 8.0
-_SAVE_SECONDS = 120.0
-_AFTER_SIGNAL_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: _SAVE_SECONDS}
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FAILURE_LINES = 20
-# As ssh itself reports that its connection broke.
-_LOST = 255
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -139,38 +135,33 @@ def _run(
     options: SSHOptions,
     on_line: OnLine,
 ) -> tuple[Sequence[Remote], int]:
-    """Run the commands until all have ended; return their ends, and the signal that stopped them.
+    """Run the commands until all have ended; return them, and the signal that stopped them.
 
-    After a failure the others get a short time to report why they end, after a signal time to save.
+    The signal is 0 if none did.
     """
-    got: list[signal.Signals] = []
+    got: list[int] = []
     with (
-        on_signals(
-            _AFTER_SIGNAL_SECONDS, lambda number, _frame: got.append(signal.Signals(number))
-        ),
+        on_signals(_SIGNALS, lambda number, _frame: got.append(number)),
         served(hosts, requests, options, on_line) as nodes,
     ):
-        # Each wait also ends with a signal, and when all nodes have ended.
-        wait(nodes, lambda: got or not running(nodes) or _failed(nodes, 0))
-        # If those that ended were stopped and have saved, rank 0 may still write.
-        wait(
-            nodes,
-            lambda: got or not running(nodes) or _failed(nodes, 0, TO_BE_CONTINUED),
-            _SAVE_SECONDS,
-        )
-        # After a failure the others may report why they end, too.
-        wait(nodes, lambda: got or not running(nodes), _GRACE_SECONDS)
-        if got and running(nodes):
-            say(f"{got[0].name}: sent to every node; Ctrl-C ends all at once")
-            signal_all(nodes, got[0])
-            wait(nodes, lambda: got[1:] or not running(nodes), _AFTER_SIGNAL_SECONDS[got[0]])
+
+        def statuses() -> list[int | None]:
+            signal_all(nodes, 0)
+            return [node.poll() for node in nodes]
+
+        def pass_on(number: int) -> None:
+            name = signal.Signals(number).name
+            say(f"{name}: sent to every node; Ctrl-C ends all at once")
+            signal_all(nodes, number)
+
+        wait_for_ranks(statuses, received=lambda: got, pass_on=pass_on, poll_seconds=BEAT_SECONDS)
     return nodes, got[0] if got else 0
 
 
 def _failed(nodes: Sequence[Remote], *good: int) -> list[Remote]:
     """Return the nodes that ended with no ``good`` status, in the order in which they ended."""
     ended = sorted(set(nodes) - set(running(nodes)), key=lambda node: node.ended)
-    return [node for node in ended if node.status not in good]
+    return [node for node in ended if node.poll() not in good]
 
 
 @dataclass(frozen=True)
@@ -189,7 +180,7 @@ def _conclude(end: _End, prefixed: PrefixedOutput) -> int:
     """Print how the launch ended, and return the exit status."""
     failed = _failed(end.nodes, 0, TO_BE_CONTINUED)
     saved = len(_failed(end.nodes, 0)) - len(failed)  # ended with TO_BE_CONTINUED
-    lost = [node for node in failed if node.status is None]
+    lost = [node for node in failed if node.result is None]
     if saved and not lost and (end.stopped_by or not failed):
         say(
             f"stopped after {end.seconds:.1f} s, after saving a checkpoint; resume with the same "
@@ -217,8 +208,7 @@ def _report_failure(
     lost : those of the failed hosts whose connection broke.
     """
     outputs = {node.host.rank: "\n".join(node.lines) for node in failed}
-    statuses = {node.host.rank: node.status or 0 for node in failed}
-    statuses |= {node.host.rank: _LOST for node in lost}
+    statuses = {node.host.rank: node.poll() or 0 for node in failed}
     name = "node" if end.ranks_per_node == 1 else "rank"
     culprit, message = find_root_failure(list(outputs), statuses, outputs, name=name)
     if lost:

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from common.utils.network import is_loopback, own_addresses, resolve, why_unreached
-from common.utils.processes import adopt_orphans, kill_on_parent_exit
+from common.utils.processes import adopt_orphans, start_child
 from common.utils.source_hash import code_facts
-from lab.processes.supervision import kill_descendants, supervise
+from lab.fleet.supervision import kill_descendants, supervise
 
 READY = b"lab.ssh is ready\n"
 RESULT = b"lab.ssh returns "
@@ -77,14 +77,8 @@ def run(command: Sequence[str], environment: Mapping[str, str], silence_seconds:
     adopt_orphans()
     path = os.pathsep.join([os.path.dirname(sys.executable), *os.get_exec_path()])
     try:
-        child = subprocess.Popen(
-            command,
-            env={**environment, **os.environ, "PATH": path},
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=kill_on_parent_exit(),
-        )
+        variables = {**environment, **os.environ, "PATH": path}
+        child = start_child(command, env=variables, stderr=subprocess.STDOUT)
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", flush=True)
         return _NOT_FOUND

@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.say import listed
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.source_hash import code_differences
-from lab.processes.prefixed_output import PrefixedOutput
+from lab.fleet.prefixed_output import PrefixedOutput
 from lab.ssh.command import NodeCommand
 from lab.ssh.hosts import Host, SSHOptions, refuse_hosts
 from lab.ssh.node import HostFacts
@@ -128,7 +128,7 @@ def doctor_passes(
     prefixed = PrefixedOutput(len(hosts), shown=lambda node: node == 0)
     with served(hosts, requests, options, prefixed) as doctors:
         wait(doctors, lambda: not running(doctors), _DOCTOR_SECONDS)
-    failed = [doctor for doctor in doctors if doctor.status != 0]
+    failed = [doctor for doctor in doctors if doctor.poll() != 0]
     for doctor in failed[:_MOST_HOSTS]:
         for line in _failure_lines(doctor):
             if line not in doctors[0].lines:

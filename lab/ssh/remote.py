@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import IO, Any, TypeVar, cast
 
-from common.utils.processes import kill_on_parent_exit
+from common.utils.processes import kill_group, start_child
 from common.utils.typed_json import calm, decode
 from lab.ssh.hosts import Host, SSHOptions, explain, refuse_hosts, ssh_command
 from lab.ssh.node import READY, RESULT
@@ -32,7 +32,9 @@ _LONGEST_LINE = 1 << 20  # bytes, as the next one
 _MOST_ERRORS = 1 << 24
 _AT_ONCE = 64  # logins
 _TURN_SECONDS = 20.0
-_BEAT_SECONDS = 0.2  # from one sign of life to the next
+BEAT_SECONDS = 0.2
+"""From one sign of life to the next."""
+_LOST = 255  # as ssh itself reports that its connection broke
 _ANSWER_SECONDS = 60.0
 _END_SECONDS = 15.0  # for commands to end after SIGKILL, and then for ssh
 _SSH_SECONDS = 2.0  # from the end of ssh's output to its own
@@ -54,14 +56,12 @@ class Remote:
         self.result: bytes | None = None
         self.errors: list[str] = []
         self._stderr = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - ``finish`` closes it
-        # In its own session: Ctrl-C at the terminal reaches only lab, which then ends the hosts.
-        self._ssh = subprocess.Popen(
+        # Ctrl-C at the terminal reaches only lab, which then ends the hosts.
+        self._ssh = start_child(
             ssh_command(host, options),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            start_new_session=True,
-            preexec_fn=kill_on_parent_exit(),
         )
         self._stdin = cast(IO[bytes], self._ssh.stdin)
         self.output = cast(IO[bytes], self._ssh.stdout)
@@ -100,15 +100,15 @@ class Remote:
         self.result = found[1] if found else None
         self.ended = time.monotonic()
 
-    @property
-    def status(self) -> int | None:
-        """The exit status of its command, or -signal; None if the connection broke."""
-        return None if self.result is None else int(self.result)
+    def poll(self) -> int | None:
+        """Return its command's exit status, or -signal; None while it runs, 255 if it was lost."""
+        if self.ended == math.inf:
+            return None
+        return _LOST if self.result is None else int(self.result)
 
     def kill(self) -> None:
         """Kill ssh with its ProxyCommand; a shared master connection that ssh left lives on."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._ssh.pid, signal.SIGKILL)
+        kill_group(self._ssh)
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def wait(
     deadline = time.monotonic() + limit_seconds
     while not condition() and time.monotonic() < deadline:
         signal_all(remotes, 0)
-        time.sleep(_BEAT_SECONDS)
+        time.sleep(BEAT_SECONDS)
 
 
 def ask(

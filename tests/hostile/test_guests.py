@@ -15,7 +15,7 @@ from common.sync import BY_HAND
 from common.utils.environment import RUN_TOKEN
 from common.utils.typed_json import calm, decode, encode
 from lab.doctor.nodes import NodeReport
-from lab.processes import prefixed_output
+from lab.fleet import prefixed_output
 from tests.helpers.hostile import CASES, altered, run_cases
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202e\r"

@@ -35,9 +35,7 @@ def run_on_nodes(
         cluster.start(command, logs=Path(logs))
         disturb(cluster)
         try:
-            cluster.wait(
-                limit_seconds=_LIMIT_SECONDS, stop_at_failure=True, grace_seconds=_GRACE_SECONDS
-            )
+            cluster.wait(limit_seconds=_LIMIT_SECONDS, grace_seconds=_GRACE_SECONDS)
         except TimeoutError as error:
             raise Mistake(f"{error}. Has every wait a limit, and do the ranks agree?") from error
         return [cluster.output(node) for node in range(nodes)]

@@ -26,7 +26,9 @@ def test_a_failure_ends_with_the_message_of_the_ranks(tmp_path):
     *told, last = ended.err.strip().splitlines()
     assert told, ended.err
     assert all("--batch-size: got 1 for 2 ranks" in line for line in told), ended.err
-    assert re.fullmatch(r"rank [01] ended first, with status 1; its message is above", last)
+    assert re.fullmatch(
+        r"rank [01] failed first: it ended with status 1; its message is above", last
+    )
 
 
 def test_a_message_is_written_at_once(tmp_path):

@@ -98,8 +98,8 @@ def test_a_stop_lets_the_ranks_save_and_end(tmp_path):
     ready = [tmp_path / "0", tmp_path / "1"]
     exits = run_local_ranks(
         [python(SAVES, path) for path in ready],
-        grace_seconds=LONG,
-        stop_signal=lambda: signal.SIGTERM if all(path.exists() for path in ready) else None,
+        save_seconds=LONG,
+        received=lambda: [signal.SIGTERM] if all(path.exists() for path in ready) else [],
     )
     assert exits.statuses == (75, 75)
     assert not exits.timed_out
@@ -113,8 +113,8 @@ def test_a_rank_that_ignores_the_stop_is_killed_after_the_grace_period(tmp_path)
     )
     exits = run_local_ranks(
         [python(ignores)],
-        grace_seconds=1.0,
-        stop_signal=lambda: signal.SIGTERM if ready.exists() else None,
+        save_seconds=1.0,
+        received=lambda: [signal.SIGTERM] if ready.exists() else [],
     )
     assert exits == RankExits((-signal.SIGKILL,), (), False)
 
@@ -133,10 +133,10 @@ time.sleep(600)
 def test_nothing_is_left_of_a_rank_and_its_children(tmp_path, ends_by):
     pids = tmp_path / "pids"
 
-    def stop_signal():
+    def received():
         if ends_by == "exception" and pids.exists():
             raise KeyboardInterrupt
-        return
+        return []
 
     commands = [python(PARENT, pids)]
     if ends_by == "failure":
@@ -146,7 +146,7 @@ def test_nothing_is_left_of_a_rank_and_its_children(tmp_path, ends_by):
             commands,
             limit_seconds=3.0 if ends_by == "limit" else LONG,
             grace_seconds=0.2,
-            stop_signal=stop_signal,
+            received=received,
         )
     except KeyboardInterrupt:
         assert ends_by == "exception"

@@ -10,9 +10,9 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import cloudpickle
 import psutil
@@ -57,12 +57,12 @@ def assert_all_ended(folder, *, count):
 
 
 class Forked(ForkedProgram):
-    """A worker with the parts of subprocess.Popen that spawn.py uses."""
+    """A worker with the parts of a child that spawn.py uses."""
 
     def __init__(self, command, *, env, **_streams):
         assert command[:3] == [sys.executable, "-P", "-m"]
         super().__init__([sys.executable, *command[2:]], os.getcwd(), env, os.devnull, os.devnull)
-        # as with Popen's start_new_session
+        # as of ``start_child``
         wait_until(lambda: self.poll() is not None or os.getpgid(self.pid) == self.pid, "a session")
 
     returncode = property(ForkedProgram.poll)
@@ -74,8 +74,7 @@ class Forked(ForkedProgram):
 @pytest.fixture
 def workers(monkeypatch):
     """Fork the workers, to save time; the tests of scripts below start new interpreters."""
-    fake = SimpleNamespace(Popen=Forked, DEVNULL=None, STDOUT=None)
-    monkeypatch.setattr(spawn, "subprocess", fake)
+    monkeypatch.setattr(spawn, "start_child", Forked)
 
 
 @pytest.mark.usefixtures("workers")
@@ -230,12 +229,13 @@ def failing(rank, world_size, *, folder, how):
 @pytest.mark.filterwarnings("error")  # a fallback would warn
 @pytest.mark.parametrize(
     ("how", "size", "words"),
-    [("raise", 3, "KeyError: 'the very reason'"), ("kill", 2, "status -9")],
+    [("raise", 3, "KeyError: 'the very reason'"), ("kill", 2, "was killed by SIGKILL")],
 )
 def test_a_rank_that_fails_is_named_and_nothing_is_tried_again(
     tmp_path, monkeypatch, how, size, words
 ):
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)
+    impatient = partial(spawn.run_local_ranks, grace_seconds=1.0)
+    monkeypatch.setattr(launch, "run_local_ranks", impatient)
     began = time.monotonic()
     with pytest.raises(WorkerError, match=words) as caught:
         launch_distributed_training(failing, size, "gloo", folder=str(tmp_path), how=how)
@@ -284,7 +284,7 @@ BROKEN = launch.WorkerOutcome("training", error="closed", traceback="closed", bl
         # A rank that fails early can break another one that still forms the group.
         ([replace(BROKEN, stage="group"), OWN], [0, 1], 1, "boom"),
         ([BROKEN, OWN], [0, 1], 1, "boom"),
-        ([BROKEN, None], [1, 0], 1, "ended with status -9"),
+        ([BROKEN, None], [1, 0], 1, "was killed by SIGKILL"),
         ([None, BROKEN], [1], 1, "closed"),  # rank 0 was killed because rank 1 had failed
         ([OWN, None], [0], 0, "boom"),
         ([OWN, OWN], [1, 0], 1, "boom"),

@@ -100,6 +100,8 @@ def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(
             marks=[needs_namespaces, pytest.mark.slow],
         ),
         ("kill -SEGV $$", ["--loopback"], 139, "was killed by SIGSEGV: it printed nothing"),
+        # A real-time signal has no name.
+        ("kill -40 $$", ["--loopback"], 168, "was killed by signal 40: it printed nothing"),
         (
             "echo 'ValueError: bad luck'; exit 7",
             ["--loopback"],

@@ -7,9 +7,11 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.errors import UserError
@@ -17,7 +19,7 @@ from common.models import build_model
 from common.sync import build_sync
 from common.sync.message_cost import GradientSize
 from common.utils.system import usable_cores
-from lab.cluster import Cluster, tools
+from lab.cluster import Cluster, cluster, tools
 from lab.compare.cells import part_of
 from tests.helpers import LONG, ROOT, wait_until
 from tests.helpers.cluster import REFUSED, needs_namespaces
@@ -289,11 +291,23 @@ def test_the_others_end_when_one_has_failed(tmp_path, forking):
         nodes=[0, 1],
         logs=tmp_path,
     )
-    ends = forking.wait(limit_seconds=LONG, stop_at_failure=True, grace_seconds=0.5)
+    ends = forking.wait(limit_seconds=LONG, grace_seconds=0.5)
     assert [(end.node, end.status) for end in ends] == [(0, 7), (1, -9)]
     assert (tmp_path / "node0.log").read_text() == ""
     told = "lab cluster: node 1, rank 1, was stopped, since node 0, rank 0, had failed\n"
     assert (tmp_path / "node1.log").read_text() == told
+
+
+@pytest.mark.parametrize("loopback", [True, pytest.param(False, marks=needs_namespaces)])
+def test_nothing_is_left_of_a_cluster_that_stands_still(loopback, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "_CLOSE_SECONDS", 0.5)
+    with Cluster(2, loopback=loopback, logs=tmp_path, fresh=True) as stopped:
+        stopped.start(["sleep", "600"])
+        wait_until(lambda: stopped.pids(0) and stopped.pids(1), "both programs run")
+        left = psutil.Process(stopped.host_pid).children(recursive=True)
+        os.kill(stopped.host_pid, signal.SIGSTOP)  # it does not see that the cluster closes
+    assert len(left) == 4, "two programs, and a parent of each"
+    assert psutil.wait_procs(left, timeout=60)[1] == [], "these still run"
 
 
 @needs_namespaces

@@ -1,6 +1,7 @@
 """A comparison as jobs: what a plan fixes, what a run may write, what ``lab report`` shows."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -251,6 +252,13 @@ def test_under_way_stopped_and_killed(tmp_path):
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers()), "the end of the part")
     killed = "the run did not report its end: it was killed"
     assert killed in merged(folder).cells[0].message
+    earlier = workers()
+    third = start(folder, 0, nodes=1, flags=f"--wait-for {marker}")
+    wait_until(lambda: workers() > earlier, "the part")
+    [part] = workers() - earlier
+    os.kill(part, signal.SIGKILL)
+    assert third.end().status == 1
+    assert "rank 0 was killed by SIGKILL" in merged(folder).cells[0].message
     assert run(folder, 0, nodes=1)[0] == [0]
     assert states(merged(folder)) == {"none-n1": "done"}
 

@@ -137,6 +137,7 @@ def test_prefixes_and_colours_of_launchers_don_t_hide_an_error():
         ("[  17.3] Out of memory: Killed process 1234 (python) total-vm:9 kB", ["killed"]),
         ("srun: error: node3: task 0: Killed", ["killed"]),
         ("rank 1 was killed by SIGKILL: it said", ["killed"]),
+        ("rank 1 failed first: it was killed by SIGSEGV; its message is above", ["crashed"]),
         # A successful run may mention the same things.
         ("timeout: 60 s, port 29500\nconnected to 127.0.1.1:29500", []),
         ("all ranks joined: 4 of 4\nchecking for duplicate images", []),

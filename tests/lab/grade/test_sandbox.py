@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from lab.audit.runner import HOOK
 from lab.grade import sandbox
 from tests.helpers.processes import running_in
 from tests.helpers.waiting import wait_until
@@ -13,7 +15,7 @@ LOOKS = """\
 import os, socket, subprocess
 for what in (
     lambda: open("/usr/new", "w"),
-    lambda: open({own!r}, "w"),
+    lambda: open({probe!r}, "a"),
     lambda: open({other!r}),
     lambda: socket.create_connection(("1.1.1.1", 80), 1),
     lambda: subprocess.run(["unshare", "-U", "true"], check=True, stderr=-3),
@@ -22,6 +24,10 @@ for what in (
         print("allowed", what())
     except (OSError, subprocess.SubprocessError) as error:
         print(type(error).__name__)
+try:
+    open({own!r}, "a").write("# changed")
+except OSError:
+    pass
 open("main.py", "a").write(open("deep/data/images").read())
 open("deep/new", "w").close()
 subprocess.Popen(["sleep", "300"], env={{}}, start_new_session=True, stdout=-3, stderr=-3)
@@ -87,7 +93,7 @@ def stranger(tmp_path):
             with sandbox.sandbox(task, tmp_path, ended) as network:
                 words = [*network.prefixes[0], sys.executable, "-c", script]
                 done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-        except sandbox.UserError as error:
+        except (sandbox.UserError, FileNotFoundError) as error:
             pytest.skip(str(error))
         assert (task.cwd / "main.py").read_text() == "mine"
         wait_until(lambda: running_in(tmp_path) == [], "the end of all", timeout_seconds=10)
@@ -96,23 +102,31 @@ def stranger(tmp_path):
     return run
 
 
-@pytest.fixture(params=["bubblewrap", "unshare"])
-def with_either(request, monkeypatch):
-    which = sandbox.shutil.which
-    hidden = lambda name, **more: None if name == "bwrap" else which(name, **more)  # noqa: E731
-    if request.param == "unshare":
-        monkeypatch.setattr(sandbox.shutil, "which", hidden)
-
-
-def test_a_stranger_changes_and_sees_nothing_outside(stranger, with_either, tmp_path):
-    (tmp_path / "other").write_text("another submission")
-    said, _ = stranger(LOOKS.format(own=sandbox.__file__, other=f"{tmp_path}/other"))
-    assert (said.count("Error"), "allowed" in said) == (5, False), said
-
-
-def test_a_stranger_gets_the_network_and_the_folders_that_he_demands(
-    stranger, with_either, tmp_path
+def test_without_bubblewrap_the_grader_says_once_what_to_install_and_runs_nothing(
+    grade, monkeypatch, tmp_path
 ):
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(sandbox.tools, "search_path", lambda: f"{tmp_path}/bin")
+    seen = grade({"ada": {"part2": "open('ran', 'w')\n"}})
+    assert (seen.status, seen.error.count("\n")) == (2, 1)
+    assert "apt-get install bubblewrap" in seen.error
+    assert "--no-sandbox" in seen.error
+    assert seen.rows == {}
+
+
+def test_a_stranger_changes_and_sees_nothing_outside(stranger, tmp_path):
+    """Where this checkout lies in /tmp, a stranger has a memory there: the file is what counts."""
+    (tmp_path / "other").write_text("another submission")
+    own = Path(sandbox.__file__)
+    before = own.read_bytes()
+    said, _ = stranger(
+        LOOKS.format(own=str(own), probe=str(HOOK / "sitecustomize.py"), other=f"{tmp_path}/other")
+    )
+    assert (said.count("Error"), "allowed" in said) == (5, False), said
+    assert own.read_bytes() == before
+
+
+def test_a_stranger_gets_the_network_and_the_folders_that_he_demands(stranger, tmp_path):
     names = ["eth1", "10.10.1.1", "node0"]
     # The second folder would hide what the sandbox itself needs: it is not made.
     folders = ["/users/me/out", f"{tmp_path}", f"{tmp_path}/submission/deep/out"]

@@ -174,7 +174,7 @@ def test_a_rank_that_is_killed_is_told_at_once():
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(RankError, match="rank 1 of 2 ended with status -9 and gave no answer"):
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL and gave no answer"):
         run_ranks(2, dies, timeout_seconds=60)
 
 

@@ -50,13 +50,14 @@ def _pass_signals_on(group: int, control: int, heard: Callable[[], object]) -> N
                     os.kill(group, number)
 
 
-def kill_descendants() -> None:
-    """Kill and reap every process that descends from this one; with ``adopt_orphans`` all of them.
+def kill_descendants(pid: int | None = None) -> None:
+    """Kill every process that descends from ``pid``, by default from this one, which reaps them.
 
-    Give up after 10 s: the kernel cannot end what waits for a dead file system.
+    With ``adopt_orphans`` orphans are among them. Give up after 10 s: the kernel cannot end what
+    waits for a dead file system.
     """
     for _ in range(100):
-        children = psutil.Process().children(recursive=True)
+        children = psutil.Process(pid).children(recursive=True)
         if not children:
             return
         for child in children:

@@ -1,6 +1,6 @@
 """Which of several failed ranks failed first."""
 
-from lab.processes.first_failure import find_root_failure
+from lab.fleet.first_failure import find_root_failure
 
 KILLED = (
     "error (rank 0): rank 1 (10.0.0.2) ended or was killed at step 3 (no sign of life for 3.0 s); "

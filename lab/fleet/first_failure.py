@@ -1,9 +1,10 @@
 """Which of several ranks or nodes failed first: the others only report that it is gone."""
 
 import re
-import signal
 import textwrap
 from collections.abc import Mapping, Sequence
+
+from common.utils.processes import how_ended
 
 _CONSEQUENCE = re.compile(r"another rank has ended|rank \d+ .*ended or was killed at")
 
@@ -25,20 +26,8 @@ def find_root_failure(
         if error and not _CONSEQUENCE.search(error):
             culprit = rank
             break
-    status = statuses[culprit]
-    how = f"ended with status {status}"
-    if status < 0:
-        how = f"was killed by {_signal_name(-status)}"
     error = last_error_line(outputs[culprit]) or "it printed nothing"
-    return culprit, f"{name} {culprit} {how}: {error}"
-
-
-def _signal_name(number: int) -> str:
-    """Return e.g. "SIGKILL"; real-time signals have no name, nor have the numbers in a bad file."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return culprit, f"{name} {culprit} {how_ended(statuses[culprit])}: {error}"
 
 
 def last_error_line(output: str) -> str:

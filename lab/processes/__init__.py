@@ -1,1 +1,0 @@
-"""Processes on emulated nodes and hosts: their output, and which failed first."""
