@@ -270,7 +270,7 @@ def test_a_launch_that_ends_at_once_leaves_nothing(ssh_here, end):
 def test_a_host_without_a_checkout_is_one_message(ssh_here, capsys):
     (ssh_here / "empty").mkdir()
     python = ssh_here / "python"  # one in which the project isn't installed
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -ES "$@"\n')
     python.chmod(0o755)
     for folder, told in (("empty", "the folder has no checkout"), ("none", "there is no folder")):
         words = ["launch", "--hosts", "a", "--workdir", str(ssh_here / folder)]
