@@ -119,12 +119,14 @@ class GradientClaim(Struct, kw_only=True):
 
     weights : (ranks, ranks); row r says how often each rank's own gradient counts in what rank r
     got (1/N each: the mean), null where it is no such sum. residue : the greatest relative error of
-    these sums in a parameter. why_not : why there are none.
+    these sums in a parameter. rounded : whether a parameter has 16 bits, which allows a greater
+    error. why_not : why there are no weights.
     """
 
     step: Count
     weights: list[list[Finite] | None] | None = None
     residue: Finite | None = None
+    rounded: bool = False
     why_not: Text = ""
 
 

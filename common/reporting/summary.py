@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from common.evaluation import MEAN_OVER_SAMPLES, generate_eval_report
-from common.profiling.records import SECTIONS
+from common.profiling.records import SECTIONS, GradientClaim
 from common.reporting.console import card, say
 from common.reporting.header import unusual_methods
 from common.reporting.rank_stats import peak_gpu_memory_bytes
@@ -20,6 +20,7 @@ from common.say import bytes_text, count, percent
 from common.sync.memory_cost import KINDS, Memory
 from common.training_engine import Predictions, TrainingEngine
 from common.utils.environment import peak_memory_bytes
+from common.utils.gradient_fit import as_matrix, is_mean
 
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
 _REPORTS = (("", ""), ("_ema", " (averaged weights)"))
@@ -213,6 +214,8 @@ def _card_rows(
     rows["equal weights"] = "yes, on all ranks" if summary.nodes > 1 else "only one rank"
     if not summary.ranks_hold_equal_weights:
         rows["equal weights"] = "NO: the ranks hold different weights"
+    if measured is not None and measured.claim is not None:
+        rows["gradients"] = claim_text(measured.claim)
     if summary.test_accuracy is None:
         rows["folder"] = run_logger.folder.path
     else:
@@ -240,6 +243,16 @@ def _sync_text(summary: RunSummary) -> str:
         f"{summary.section_seconds['sync']:.3f} s ({percent(summary.sync_share)} of a step), of "
         f"which {summary.wait_seconds:.3f} s waiting for slower ranks"
     )
+
+
+def claim_text(claim: GradientClaim) -> str:
+    """Return what the watched step showed of what the optimisers got."""
+    if claim.weights is None:
+        return f"not checked for the mean: {claim.why_not}"
+    weights = as_matrix(claim.weights)
+    if is_mean(weights, claim.residue or 0.0, rounded=claim.rounded):
+        return f"every rank got the mean of all ranks', seen in step {claim.step}"
+    return f"NOT the mean of all ranks' in step {claim.step}: its weights stand in ranks.json"
 
 
 def _accuracy_text(setup: Setup, accuracy: float) -> str:

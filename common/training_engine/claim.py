@@ -127,14 +127,14 @@ class ClaimCheck:
             return GradientClaim(step=0, why_not="no step was trained")
         numbers = self._gathered.double().cpu().numpy()
         rounded = any(parameter.dtype.itemsize == 2 for parameter in self._parameters)
-        limit = ROUNDED if rounded else EXACT
-        return _explained(numbers[:, _OWN], numbers[:, _GOT], self._columns, self._step, limit)
+        return _explained(numbers[:, _OWN], numbers[:, _GOT], self._columns, self._step, rounded)
 
 
 def _explained(
-    own: Numbers, got: Numbers, columns: Sequence[slice], step: int, limit: float
+    own: Numbers, got: Numbers, columns: Sequence[slice], step: int, rounded: bool
 ) -> GradientClaim:
     """Return how what the ranks got comes from their own gradients, both (ranks, numbers)."""
+    limit = ROUNDED if rounded else EXACT
     got = _joined(got)
     if not (np.isfinite(own).all() and np.isfinite(got).all()):
         return GradientClaim(step=step, why_not=f"a gradient of step {step} is not finite")
@@ -151,7 +151,7 @@ def _explained(
         row.tolist() if misfit <= limit else None
         for row, misfit in zip(weights, misfits, strict=True)
     ]
-    return GradientClaim(step=step, weights=rows, residue=float(misfits.max()))
+    return GradientClaim(step=step, weights=rows, residue=float(misfits.max()), rounded=rounded)
 
 
 def _joined(got: Numbers) -> Numbers:

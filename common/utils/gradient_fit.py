@@ -5,7 +5,7 @@
 (the mean, a sum, a rank's own gradient) ``lab.evidence`` says.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -124,6 +124,26 @@ def misfits(basis: Numbers, weights: Numbers, got: Numbers, columns: list[slice]
     sizes = np.maximum(np.abs(weights) @ norms(basis, columns), norms(got, columns))
     apart = norms(weights @ basis - got, columns) / np.maximum(sizes, _TINY)
     return np.asarray(apart.max(axis=1, initial=0.0))
+
+
+def as_matrix(rows: Sequence[Sequence[float] | None]) -> Numbers:
+    """Return recorded weights, of shape (ranks, ranks), with NaN in each row that is None."""
+    unknown = [np.nan] * len(rows)
+    return np.array([unknown if row is None else row for row in rows], dtype=np.float64)
+
+
+def is_mean(weights: Numbers, residue: float, *, rounded: bool = False) -> bool:
+    """Return whether weights of all ranks' gradients in what each rank got are 1/N each.
+
+    weights : (ranks, ranks), NaN where a rank got no such sum. residue : the sums' greatest
+    misfit. rounded : whether there are gradients of 16 bits.
+    """
+    misfit = ROUNDED if rounded else EXACT
+    tolerance = SAME if rounded else SAME / 10
+    # A sum over ranks is known better than its parts; comparisons with NaN are false.
+    alike = np.abs(weights * len(weights) - 1).max() <= SAME
+    whole = np.abs(weights.sum(axis=1) - 1).max() <= tolerance
+    return bool(residue <= misfit and alike and whole)
 
 
 def norms(rows: Numbers, columns: list[slice]) -> Numbers:

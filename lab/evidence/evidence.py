@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.say import ranks_text
-from common.utils.gradient_fit import EXACT, ROUNDED, SAME, Numbers, fit_ranks
+from common.utils.gradient_fit import EXACT, ROUNDED, SAME, Numbers, fit_ranks, is_mean
 
 # Of what a rank got a multiple; "none" of nothing, or of nothing else in this list.
 Gradient = Literal["the mean", "its own", "another rank's own", "none"]
@@ -134,7 +134,7 @@ class Evidence:
     @property
     def right(self) -> bool:
         """Whether every rank got the mean."""
-        return abs(self.factor - 1) <= self.tolerance
+        return is_mean(self.weights, self.residue, rounded=self.rounded)
 
     @property
     def divisor(self) -> float:

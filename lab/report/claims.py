@@ -8,10 +8,8 @@ sentences. What no run recorded is not checked: it is never called right.
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from common.profiling.records import GradientClaim
-from common.utils.gradient_fit import Numbers
+from common.utils.gradient_fit import as_matrix
 from lab.evidence import Evidence, Judgement, judge
 from lab.report.view import CellRow, ComparisonGroup
 
@@ -83,15 +81,8 @@ def _add(row: CellRow, found: Claims, *, emulated: bool) -> None:
 def _seen(claim: GradientClaim) -> Seen:
     """Return what a claim with weights shows."""
     residue = claim.residue or 0.0
-    evidence = Evidence(_matrix(claim), residue)
+    evidence = Evidence(as_matrix(claim.weights or []), residue, rounded=claim.rounded)
     return Seen(claim.step, residue, evidence, judge(evidence))
-
-
-def _matrix(claim: GradientClaim) -> Numbers:
-    """Return a claim's weights, NaN in the rows of ranks that got no sum of gradients."""
-    rows = claim.weights or []
-    unknown = [np.nan] * len(rows)
-    return np.array([unknown if row is None else row for row in rows], dtype=np.float64)
 
 
 def _why_not(claims: list[GradientClaim | None], *, emulated: bool) -> str:

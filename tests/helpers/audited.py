@@ -27,7 +27,7 @@ from lab.audit.result import verdict
 from lab.audit.runner import RunSettings, run_audit_size, start_process
 from lab.proofs.wrong import WRONG
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import ForkedProgram
+from tests.helpers.processes import ForkedProgram, wait_for_fork_server
 
 BY_FLAGS = "python {script} --master-ip {master} --port {port} --num-nodes {nodes} --rank {rank}"
 OWN_FLAGS = (
@@ -140,6 +140,7 @@ def run_script(
 
     settings : of ``RunSettings``.
     """
+    wait_for_fork_server()
     (folder / "records").mkdir(parents=True, exist_ok=True)
     (folder / "main.py").write_text(text, encoding="utf-8")
     typed = shlex.split(command)

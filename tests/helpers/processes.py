@@ -5,6 +5,7 @@ starts a new interpreter, as users do. Only forked programs know ``--model tiny`
 """
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -143,6 +144,14 @@ class Started:
         return Ended(
             status, self._out.read_text(), self._err.read_text(), time.monotonic() - self._began
         )
+
+
+@functools.cache
+def wait_for_fork_server():
+    """Wait until the server of forks has imported torch, so that no test's limit counts that."""
+    first = ranks.context().Process(target=int, daemon=True)
+    first.start()
+    first.join()
 
 
 class ForkedProgram:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from common.sync import STRATEGIES, build_sync
 from common.training_engine import TrainingEngine
-from common.utils.gradient_fit import EXACT
+from common.utils.gradient_fit import EXACT, ROUNDED, as_matrix, is_mean
 from lab.proofs import wrong_strategies
 from lab.proofs.ranks import run_ranks
 
@@ -32,15 +32,45 @@ def model_of(seed=0):
 
 def batches(rank, samples):
     """Return a loader of two micro-batches a step, for two steps."""
+    if not samples:
+        return [(torch.zeros(0, 3, 8, 8), torch.zeros(0, dtype=torch.long))] * 4
     numbers = torch.Generator().manual_seed(rank + 1)
     images = torch.randn(4 * samples, 3, 8, 8, generator=numbers)
     labels = torch.randint(0, 10, (4 * samples,), generator=numbers)
     return DataLoader(TensorDataset(images, labels), batch_size=samples)
 
 
-def train(rank, sync, *, samples=SAMPLES, claim=True, **options):
-    """Train two steps; return the engine and what it saw."""
-    model = model_of().to(memory_format=torch.channels_last)
+class Half(nn.Module):
+    """A network of 16-bit parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(192, 10, dtype=torch.bfloat16)
+
+    def forward(self, images):
+        return self.head(images.flatten(1).bfloat16())
+
+
+class UnusedOnRank0(nn.Module):
+    """A network of which rank 0 does not use the bias, and no rank the last layer."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(192, 10, bias=False)
+        self.bias = nn.Parameter(torch.zeros(10))
+        self.last = nn.Linear(3, 3)
+        self._rank = rank
+
+    def forward(self, images):
+        outputs = self.head(images.flatten(1))
+        return outputs if self._rank == 0 else outputs + self.bias
+
+
+def train(rank, sync, *, model=None, samples=SAMPLES, claim=True, done=0, **options):
+    """Train two steps after ``done`` earlier ones; return what the engine saw, and weights."""
+    model = model or model_of().to(memory_format=torch.channels_last)
     engine = TrainingEngine(
         model, "cpu", distributed=True, sync=sync, sync_batchnorm=False, **options
     )
@@ -49,6 +79,7 @@ def train(rank, sync, *, samples=SAMPLES, claim=True, **options):
     if not claim:
         engine.claim.close()
         engine.claim = None
+    engine.step = done
     torch.manual_seed(7)
     engine.train_epoch(batches(rank, samples), epoch=1)
     engine.agree_on_buffers()
@@ -65,6 +96,13 @@ def on_rank(rank, size):
     found["accumulated"] = train(
         rank, build_sync("ddp"), samples=SAMPLES - rank, accumulation_steps=2
     )[0]
+    found["autocast"] = train(rank, build_sync("ddp"), use_amp=True, amp_dtype=torch.bfloat16)[0]
+    found["16 bits"] = train(rank, build_sync("ring"), model=Half())[0]
+    found["16 bits, sum"] = train(rank, wrong_strategies.Sum(), model=Half())[0]
+    found["unused"] = train(rank, build_sync("all_reduce"), model=UnusedOnRank0(rank))[0]
+    last = rank == size - 1
+    found["without samples"] = train(rank, build_sync("ring"), samples=0 if last else SAMPLES)[0]
+    found["resumed"] = train(rank, build_sync("ring"), done=6)[0]
     for name in ("fsdp", *LOSSY):
         found[name] = train(rank, build_sync(name))[0]
     for name in ("Sum", "LiteralDivisor", "OwnGradient", "AveragedTwice", "FirstParameterLeftOut"):
@@ -86,6 +124,26 @@ def test_what_every_exact_strategy_gives_is_the_mean(seen):
         assert claim.step == 1
         assert claim.residue <= EXACT, (name, claim)
         assert np.allclose(claim.weights, 1 / size, atol=1e-4), (name, claim)
+
+
+@pytest.mark.parametrize("kind", ["autocast", "unused", "without samples", "resumed"])
+def test_the_mean_is_seen_whatever_a_rank_computes(seen, kind):
+    size, found = seen
+    claim = found[kind]
+    assert claim.step == (7 if kind == "resumed" else 1)
+    assert not claim.rounded
+    assert is_mean(as_matrix(claim.weights), claim.residue), claim
+    assert np.allclose(claim.weights, 1 / size, atol=1e-4)
+
+
+def test_gradients_of_16_bits_are_the_mean_up_to_their_rounding(seen):
+    _, found = seen
+    claim = found["16 bits"]
+    assert claim.rounded
+    assert EXACT < claim.residue <= ROUNDED
+    assert is_mean(as_matrix(claim.weights), claim.residue, rounded=True)
+    assert not is_mean(as_matrix(claim.weights), claim.residue)
+    assert np.allclose(found["16 bits, sum"].weights, 1, atol=1e-2)
 
 
 def test_a_wrong_average_is_seen_as_what_it_is(seen):

@@ -15,6 +15,7 @@ from lab.grade.facts import Facts
 from lab.grade.marks import mark_part
 from lab.grade.rubric import load_rubric, rubric_text
 from tests.helpers.audited import start_forked
+from tests.helpers.processes import wait_for_fork_server
 
 SOLUTIONS = Path(__file__).with_name("solutions")
 # By part: the file, and the mistakes: the edits (from, to), the findings, and the marks.
@@ -227,6 +228,7 @@ def checked(part, text, folder):
     settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=script.parent)
     logs = folder / "logs"
     logs.mkdir()
+    wait_for_fork_server()
     run = run_audit_size(words, size, logs, settings, start=start_forked)
     audit = driven_facts(examine(words, [run], None, asked=[size], rate=None), {size: logs})
     seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
