@@ -15,7 +15,7 @@ from common.utils.environment import DEFAULT_MASTER_PORT
 from lab.cluster.program import check_placeholders, fill_in
 
 _PART = re.compile(r"(^|/)Part(One|Two|Three)/main\.py$")
-_TORCHRUN_MODULE = ["-m", "torch.distributed.run"]
+_TORCHRUN = re.compile(r"(torchrun|python\S* -m torch\.distributed\.run)(?= |$)")
 _BEFORE = "give --master-ip and --master-port to lab launch, before --"
 # Flags that lab launch sets itself, and what to do instead, or why.
 _OF_PARTS = {
@@ -95,13 +95,14 @@ def read_command(
         )
     words = list(typed)
     if not re.search(r"\{(master|nodes?|rank|local_rank|port)\}", " ".join(typed)):
-        if torchrun := _torchrun_words(typed):
+        program = PurePosixPath(typed[0]).name  # its folder may have a blank
+        if torchrun := _TORCHRUN.match(" ".join([program, *typed[1:]])):
             if ranks_per_node > 1:
                 raise UserError(
                     f"--ranks-per-node {ranks_per_node}: torchrun starts the ranks of a host "
                     f"itself: give it --nproc-per-node {ranks_per_node}, after --"
                 )
-            words = _with_torchrun_flags(typed, torchrun, nodes)
+            words = _with_torchrun_flags(typed, len(torchrun[0].split()), nodes)
         elif script is not None and not trains_alone:
             _refuse(flags, _OF_PARTS)
             words += ["--master-ip", "{master}", "--num-nodes", "{nodes}", "--rank", "{rank}"]
@@ -129,21 +130,11 @@ def _flags(words: Sequence[str]) -> dict[str, str | None]:
     return flags
 
 
-def _torchrun_words(typed: Sequence[str]) -> int:
-    """Return how many words start torchrun, as a program or as a module of Python; 0: none do."""
-    program = PurePosixPath(typed[0]).name
-    if program == "torchrun":
-        return 1
-    if program.startswith("python") and list(typed[1:3]) == _TORCHRUN_MODULE:
-        return 3
-    return 0
-
-
 def _with_torchrun_flags(typed: Sequence[str], start: int, nodes: int) -> list[str]:
     """Return a command of torchrun with the flags that place a host, from word ``start`` on."""
     program = list(typed[:start])
     if typed[0] == "torchrun":  # as a module: no program torchrun need be in PATH
-        program = ["python", *_TORCHRUN_MODULE]
+        program = ["python", "-m", "torch.distributed.run"]
     return [*program, *_torchrun_flags(typed, nodes), *typed[start:]]
 
 
