@@ -131,7 +131,7 @@ def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(machines, tm
 BROKE = (255, "error: the connection to node 0 (node1) broke after ")
 ENDS = {
     "failure": (7, "error: node 1 ended with status 7: up (host node2; output: "),
-    "interrupt": (130, "interrupted: all processes on all hosts have ended"),
+    "interrupt": (130, "interrupted: all processes on all nodes have ended"),
     "terminate": (143, "ended by SIGTERM: all processes"),
     "kill": (137, ""),
     "cut": BROKE,

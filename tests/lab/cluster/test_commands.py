@@ -173,9 +173,10 @@ ENDS = {  # the command's last words, the signal to lab, and lab's exit status
     "failure": ("exit 3", None, 3),
     "interrupt": ("trap 'echo saved; exit' INT; sleep {mark} & wait", signal.SIGINT, 130),
     "kill": ("sleep {mark}", signal.SIGKILL, -9),
-    "terminate": ("sleep {mark}", signal.SIGTERM, -15),
+    "save": ("trap 'echo saved; exit 75' TERM; sleep {mark} & wait", signal.SIGTERM, 75),
+    "terminate": ("sleep {mark}", signal.SIGTERM, 143),
 }
-SLOW = {"namespaces": ("well", "terminate"), "loopback": ("well", "failure", "interrupt")}
+SLOW = {"namespaces": ("well", "save", "terminate"), "loopback": ("well", "failure", "interrupt")}
 
 
 @pytest.mark.parametrize(
@@ -229,6 +230,9 @@ def test_nothing_is_left_behind(lab, place, end):
         assert not any(left()), left()
     if end == "interrupt":
         assert "interrupted: all processes on all nodes have ended" in output
+    if end == "save":
+        assert "after saving a checkpoint; resume with" in output
+    if end in ("interrupt", "save"):
         assert output.count("| saved") == 3, "each node got the signal"
 
 
