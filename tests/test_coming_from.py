@@ -28,7 +28,7 @@ from tests.helpers import ROOT, TINY, free_port, run_ranks, start_part
 from tests.helpers.documentation import Page
 
 COMING_FROM = Page(ROOT / "docs/coming-from.md")
-ENGINE = Page(ROOT / "docs/engine.md")
+FUNCTIONS_PAGE, ENGINE = Page(ROOT / "docs/functions.md"), Page(ROOT / "docs/engine.md")
 FUNCTIONS = ROOT / "docs/examples/my_training.py"
 
 # What each program is started with, and the command that the page gives instead.
@@ -72,7 +72,8 @@ COMMANDS = {
     ),
 }
 
-NOTEBOOK, OWN_GROUP = (text for kind, text in ENGINE.blocks() if kind == "python")
+[NOTEBOOK] = (text for kind, text in FUNCTIONS_PAGE.blocks() if kind == "python")
+[OWN_GROUP] = (text for kind, text in ENGINE.blocks() if kind == "python")
 [OWN_SCRIPT] = (text for kind, text in COMING_FROM.blocks() if kind == "python")
 
 EXAMPLES = {

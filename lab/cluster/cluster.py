@@ -419,7 +419,7 @@ class Cluster:
         Raises TimeoutError with those that still run after ``limit_seconds``, GroupError if the
         cluster has ended.
         """
-        failed, _ = wait_for_ranks(
+        failed = wait_for_ranks(
             self._statuses,
             limit_seconds=limit_seconds,
             grace_seconds=grace_seconds,

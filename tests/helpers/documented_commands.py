@@ -54,6 +54,7 @@ CHECKS = {
     r" learn/(blind|10)|lab learn 10 --check|lab\.learn\.gallery": Elsewhere(
         "tests/lab/learn checks, breaks and draws the same"
     ),
+    r"lab\.grade\.driver": Elsewhere("tests/lab/grade/test_courses.py runs the page's driver"),
     "--print-rubric": quick(),
     "autograder.zip": quick(prints="written: autograder.zip"),
     "kubectl|docker|helm": Elsewhere("needs Kubernetes; test_kubernetes.py checks the files"),
@@ -138,6 +139,7 @@ CHECKS = {
         prints=r"Rank: 0, Epoch: 2.*\n[23]\d\d of 360 test images are right"
     ),
     "my_training.py": long(prints="of 360 test images are right"),
+    "four_ways": slow(prints=r"epoch 1: loss \d\.\d+\n(epoch 1: loss .*\n){5}"),
     "hierarchy": quick(prints=r"32 x 3,125 +0\.388 s"),
     "127.0.0.1 --num-nodes 2 --rank": Elsewhere("tests/hostile/test_store.py starts such ranks"),
     "^ip ": quick(prints=r"127\.0\.0\.1/8"),

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -70,7 +71,7 @@ def test_the_ranks_of_a_node_share_its_network_and_are_told_apart(lab):
 @needs_namespaces
 def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(lab):
     """A rank without the token is refused; with it the same command works."""
-    program = ROOT / "tests" / "helpers" / "tokens.py"
+    program = shlex.quote(str(ROOT / "tests" / "helpers" / "tokens.py"))
     flags = "--master-ip {master} --master-port {port} --num-nodes {nodes} --rank {rank}"
     told = {}
     listening = "until ss -ltnH | grep .; do sleep 0.05; done"  # in vain on node 1
