@@ -254,10 +254,11 @@ PARTS_OF_COMMON = {
         ["distributed/", "training_engine/launch.py", "training_engine/worker.py"],
     ),
     "3. A job": (
-        1800,
+        1850,
         [
             *("cli.py", "config/", "experiment/", "run_setup.py", "training_plan.py"),
-            *("reporting/", "checkpoint.py", "training_engine/checkpoint_manager.py"),
+            *("reporting/", "runs.py", "checkpoint.py"),
+            "training_engine/checkpoint_manager.py",
         ],
     ),
     "4. Tools": (
