@@ -3,7 +3,8 @@
     python PartOne/main.py
 
 There is no communication: this is the baseline for the other parts. To read the code, begin with
-``run`` in common/experiment/run.py.
+docs/examples/four_ways.py, which trains in all four ways on one page; then read ``run`` in
+common/experiment/run.py.
 """
 
 import sys

@@ -6,6 +6,8 @@ or on every machine, with its own --rank (0, 1, 2, 3):
 
     python PartThree/main.py --master-ip 10.0.0.1 --num-nodes 4 --rank 0
 
+To read the code, begin with docs/examples/four_ways.py: loop and gradients on one page.
+
 What changes from Part Two: DistributedDataParallel averages the gradients in buckets while
 ``backward`` still computes the others (common/sync/ddp.py); on GPUs over NCCL, with automatic mixed
 precision and a GPU for each rank (fewer are an error). Two more strategies send less, through

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -85,7 +86,7 @@ def main(
         arguments = sys.argv[1:]
     if path is not None:
         program = None  # argparse names the file
-        command = f"python {path}"
+        command = shlex.join(["python", path])
         target = [path]  # what a launcher starts
     else:
         program = command = COMMANDS[part]
@@ -110,7 +111,7 @@ def main(
             raise
         return _say(f"error: {explained}", 2)
     if launch is None:
-        return _say(HOW_TO_START.format(part=part, command=command, target=" ".join(target)), 2)
+        return _say(HOW_TO_START.format(part=part, command=command, target=shlex.join(target)), 2)
     # At once: on a busy machine an interpreter takes many seconds to shut torch down.
     return end_process(_run(config, launch))
 

@@ -6,7 +6,7 @@ with its optimiser and schedule from it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -17,12 +17,14 @@ from common.config.schema import Config
 from common.data.dataset import Dataset
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World
-from common.emulation.compute_profile import Profile
 from common.sync import is_exact
 from common.training import prepare_model_for_training
 from common.training_engine.amp import choose_amp
 from common.training_engine.lr_schedules import build_schedule
 from common.training_plan import TrainingPlan
+
+if TYPE_CHECKING:
+    from common.emulation.compute_profile import Profile
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Setup:
     plan: TrainingPlan
     resumed_from: str | None
     entries: Mapping[str, Any]
-    profile: Profile | None
+    profile: "Profile | None"
     began: float
 
     @property

@@ -238,5 +238,5 @@ tell_first_failure() {
     task=$(sed -n 's/^srun: error: .*tasks\? \([0-9]*\).*/\1/p' "$LOGS/srun-$RESTARTS.log" | head -n 1)
     [ "${task:-0}" = 0 ] || [ ! -e "$LOGS/task$task.log" ] ||
         { echo "task $task failed first; the end of its output:"; tail --lines=15 "$LOGS/task$task.log"; } >&2
-    echo "error: the job failed with status $STATUS; output of all tasks: $LOGS; for the likely cause, run lab explain $LOGS/*.log" >&2
+    echo "error: the job failed with status $STATUS; output of all tasks: $LOGS; for the likely cause, run lab explain $(printf %q "$LOGS")/*.log" >&2
 }

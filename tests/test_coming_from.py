@@ -29,7 +29,7 @@ from tests.helpers.documentation import Page
 
 RECIPES = Page(ROOT / "docs/recipes.md")
 RELIABILITY = Page(ROOT / "docs/reliability.md")
-ENGINE = Page(ROOT / "docs/engine.md")
+FUNCTIONS_PAGE, ENGINE = Page(ROOT / "docs/functions.md"), Page(ROOT / "docs/engine.md")
 FUNCTIONS = ROOT / "docs/examples/my_training.py"
 
 # What each program is started with, and the command that the page gives instead.
@@ -73,7 +73,8 @@ COMMANDS = {
     ),
 }
 
-NOTEBOOK, OWN_GROUP = (text for kind, text in ENGINE.blocks() if kind == "python")
+[NOTEBOOK] = (text for kind, text in FUNCTIONS_PAGE.blocks() if kind == "python")
+[OWN_GROUP] = (text for kind, text in ENGINE.blocks() if kind == "python")
 [OWN_SCRIPT] = (text for kind, text in RECIPES.blocks() if kind == "python")
 
 EXAMPLES = {

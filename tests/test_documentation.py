@@ -267,10 +267,10 @@ def test_a_node_with_two_networks_shows_the_addresses_of_the_page():
     assert routed.startswith(said)
 
 
-def test_blocks_are_commands_outputs_or_python_and_can_be_copied_whole():
+def test_blocks_are_commands_outputs_python_or_diffs_and_can_be_copied_whole():
     for name, page in PAGES.items():
         kinds = {kind for kind, _ in page.blocks()}
-        assert kinds <= {"bash", "text", "python"}, name
+        assert kinds <= {"bash", "text", "python", "diff"}, name
         for command in page.commands():
             assert command == command.strip() != "", f"{name}: {command!r}"
             assert " #" not in command, f"{name}: a comment would break zsh: {command}"

@@ -6,6 +6,7 @@ test_expectations.py; here is what depends on the machine and on how a program i
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -110,7 +111,8 @@ def test_lab_without_the_packages_and_from_another_folder(tmp_path):
     assert done.returncode == 2
     assert done.stderr == (
         f"error: this Python ({sys.executable}) has no package {needed}.\n{ADVICE}\n\n"
-        f"    make -C {ROOT} setup\n    {ROOT}/.venv/bin/python -m lab report 'my run'\n"
+        f"    make -C {shlex.quote(str(ROOT))} setup\n"
+        f"    {shlex.quote(f'{ROOT}/.venv/bin/python')} -m lab report 'my run'\n"
     )
 
 

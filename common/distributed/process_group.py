@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,13 @@ from common.distributed.failures import (
     nccl_failure,
     open_connections,
 )
-from common.distributed.gpus import choose_backend, gpu_of
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
-from common.distributed.meeting import MeetingOutcome, meet, refuse_stranger
 from common.errors import GroupError, Stopped, UserError, first_line, print_to_stderr
 from common.utils.network import interface_of, route_to
 from common.utils.typed_json import calm
+
+if TYPE_CHECKING:
+    from common.distributed.meeting import MeetingOutcome
 
 _ASYNCHRONOUS = ("nccl",)  # these backends' collectives return before they are done
 
@@ -153,6 +154,9 @@ def open_group(
     The caller destroys the group. ``backend`` None means NCCL if each rank has a GPU of its own,
     else Gloo, which trains on the CPU. Raises GroupError and UserError as ``meet`` does.
     """
+    from common.distributed.gpus import choose_backend, gpu_of
+    from common.distributed.meeting import meet  # a single process meets nobody
+
     assert launch.master_ip is not None  # a process without a group opens none
     _choose_interface(launch.master_ip)
     meet_ranks = meet if launch.opens_store else _meet_under_torchrun
@@ -191,8 +195,10 @@ def open_group(
 
 def _meet_under_torchrun(
     launch: LaunchSpec, timeout_seconds: float
-) -> tuple[dist.Store, MeetingOutcome]:
+) -> "tuple[dist.Store, MeetingOutcome]":
     """As ``meet``, in torchrun's own store, or one that torch opens on rank 0's node."""
+    from common.distributed.meeting import meet, refuse_stranger
+
     assert launch.master_ip is not None
     host = f"[{launch.master_ip}]" if ":" in launch.master_ip else launch.master_ip
     address = f"{host}:{launch.master_port}"
@@ -263,7 +269,11 @@ def cleanup_distributed() -> None:
 def own_device(device: torch.device | str, local_rank: int, *, distributed: bool) -> torch.device:
     """Return ``device``; in a group, "cuda" without a number means the GPU of ``local_rank``."""
     device = torch.device(device)
-    return gpu_of(local_rank) if distributed and device == torch.device("cuda") else device
+    if not distributed or device != torch.device("cuda"):
+        return device
+    from common.distributed.gpus import gpu_of
+
+    return gpu_of(local_rank)
 
 
 def check_open(world_size: int, backend: str | None) -> None:

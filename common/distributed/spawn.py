@@ -5,7 +5,6 @@ No torch here. The caller chooses what a rank runs: a part's command line, or a 
 signals on to the ranks, which print to this process's own terminal, and reports how they ended.
 """
 
-import math
 import os
 import signal
 import sys
@@ -37,12 +36,10 @@ class RankExits:
 
     statuses : by rank, as ``Popen.returncode``: negative for a signal.
     failed : the ranks that failed by themselves, in the order in which they ended.
-    timed_out : the limit passed before any rank failed.
     """
 
     statuses: tuple[int, ...]
     failed: tuple[int, ...]
-    timed_out: bool
 
 
 def rank_commands(command: Sequence[str], ranks: int, *, port: int) -> list[list[str]]:
@@ -61,7 +58,6 @@ def run_local_ranks(
     *,
     outputs: Sequence[IO[bytes] | None] = (),
     environments: Sequence[Mapping[str, str]] = (),
-    limit_seconds: float = math.inf,
     grace_seconds: float = GRACE_SECONDS,
     save_seconds: float = SAVE_SECONDS,
     received: Callable[[], Sequence[int]] = lambda: (),
@@ -69,9 +65,10 @@ def run_local_ranks(
     """Run ``commands[rank]`` for every rank and return how they ended, once no process is left.
 
     After the first failure the other ranks have ``grace_seconds`` to report why they fail, too.
-    After ``limit_seconds`` or an exception (Ctrl-C), all are killed together with every process
-    that they started. On Linux the ranks are also killed if this process is killed. Several ranks
-    get the run's token, a new one unless the environment has one.
+    After an exception (Ctrl-C), all are killed together with every process that they started. On
+    Linux the ranks are also killed if this process is killed. No time is too long: ranks that wait
+    for a silent one fail by themselves after their ``--timeout``. Several ranks get the run's
+    token, a new one unless the environment has one.
 
     Parameters
     ----------
@@ -96,9 +93,8 @@ def run_local_ranks(
                 ranks.append(
                     start_child(command, env={**variables, **token}, stdout=output, stderr=stderr)
                 )
-        failed, timed_out = wait_for_ranks(
+        failed = wait_for_ranks(
             lambda: [rank.poll() for rank in ranks],
-            limit_seconds=limit_seconds,
             grace_seconds=grace_seconds,
             save_seconds=save_seconds,
             received=received,
@@ -109,7 +105,7 @@ def run_local_ranks(
             kill_group(rank)
         for rank in ranks:
             rank.wait()
-    return RankExits(tuple(rank.returncode for rank in ranks), tuple(failed), timed_out)
+    return RankExits(tuple(rank.returncode for rank in ranks), tuple(failed))
 
 
 def launch_local_ranks(

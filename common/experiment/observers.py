@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.profiler import profile, schedule
-
 from common.distributed.collectives import run_on_all_ranks
 from common.experiment.resume import Job
 from common.reporting.console import Progress, say
@@ -69,6 +67,8 @@ def open_profiler(setup: Setup, folder: RunFolder) -> Iterator[Callback]:
     if not setup.config.profile:
         yield Callback()
         return
+    from torch.profiler import profile, schedule
+
     trace = folder.path / f"profile_rank{setup.world.rank}.json"
     with profile(
         schedule=schedule(skip_first=1, wait=0, warmup=1, active=3, repeat=1),

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,15 +15,11 @@ from common.data import load_dataset
 from common.data.dataset import Dataset
 from common.distributed.collectives import check_same_on_all_ranks, run_on_all_ranks
 from common.distributed.launch_env import LaunchSpec
-from common.distributed.node_groups import ranks_by_node
 from common.distributed.process_group import World, process_group, set_debug
-from common.emulation.compute_profile import Profile, load_profile
-from common.emulation.emulated_model import Emulation
 from common.errors import UserError
 from common.experiment.resume import Job
 from common.experiment.validation import CountedLoader
 from common.models import PRETRAINED, build_model
-from common.profiling.comm_trace import Timeline
 from common.reporting.console import say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
@@ -37,6 +33,9 @@ from common.utils.environment import environment
 from common.utils.hashing import digest
 from common.utils.source_hash import code_facts
 from common.utils.system import usable_cores
+
+if TYPE_CHECKING:
+    from common.emulation.compute_profile import Profile
 
 
 @contextmanager
@@ -128,10 +127,12 @@ def _refuse_mirror_images(config: Config, name: str) -> None:
         )
 
 
-def load_compute_profile(config: Config, world: World, dataset: Dataset) -> Profile | None:
+def load_compute_profile(config: Config, world: World, dataset: Dataset) -> "Profile | None":
     """Return the durations of emulated compute; None if compute is real. Collective."""
     if not config.emulated:
         return None
+    from common.emulation.compute_profile import load_profile  # few runs emulate
+
     image = (dataset.train.images.shape[1], dataset.train.images.shape[2])
     profile = run_on_all_ranks(
         world,
@@ -199,9 +200,14 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
     if config.compile and world.is_rank0:
         say("compiling the model, which may take minutes; then the training begins")
     if setup.profile is not None:
+        from common.emulation.emulated_model import Emulation
+
         classes = len(setup.dataset.class_names)
         engine.emulation = Emulation(model, setup.profile, rank=world.rank, classes=classes)
     if config.timeline:
+        from common.distributed.node_groups import ranks_by_node
+        from common.profiling.comm_trace import Timeline
+
         last = setup.plan.total_steps
         nodes = ranks_by_node(getattr(engine.sync.plan, "ranks_per_node", None))
         engine.timeline = Timeline(last - engine.sync.plan.period + 1, last, nodes)

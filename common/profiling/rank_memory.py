@@ -45,8 +45,8 @@ def rank_memory(model: nn.Module, optimizer: Optimizer, sync: GradientSync) -> M
         "parameters": new_bytes(p for p in parameters if p.requires_grad),
         "untrained": new_bytes([*parameters, *model.buffers()]),
         "gradients": new_bytes(p.grad for p in [*parameters, *stepped]) + _hidden_bytes(model),
-        "optimizer_state": new_bytes(_tensors_within(vars(optimizer))),
-        "buckets": new_bytes(_tensors_within(vars(sync))),
+        "optimizer_state": new_bytes(_tensors_within(optimizer)),
+        "buckets": new_bytes(_tensors_within(sync)),
     }
 
 

@@ -5,7 +5,7 @@
 
 import socket
 import statistics
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from msgspec import Struct
@@ -13,7 +13,6 @@ from msgspec.structs import asdict, replace
 
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
-from common.profiling.comm_trace import Timeline
 from common.profiling.records import SECTIONS, Moment, RankTimeline, StepRecord
 from common.reporting.run_files import (
     FORMAT,
@@ -42,15 +41,13 @@ class _Measured(Struct):
 
 
 def timed(
-    history: Sequence[StepRecord], untimed_steps: int, timeline: Timeline | None = None
+    history: Sequence[StepRecord], untimed_steps: int, recorded: Container[int] = ()
 ) -> list[StepRecord]:
     """Return the steps whose times count; all of them if none would be left.
 
-    The first ``untimed_steps`` warm up, and recording slows the steps of the timeline.
+    The first ``untimed_steps`` warm up, and recording slows those of the timeline, ``recorded``.
     """
-    warm = history[untimed_steps:]
-    if timeline:
-        warm = [step for step in warm if step.step not in timeline.to_record]
+    warm = [step for step in history[untimed_steps:] if step.step not in recorded]
     return list(warm or history)
 
 
@@ -90,7 +87,8 @@ def gather_measurements(
     """
     world = setup.world
     timeline = engine.timeline
-    steps = timed(logger.own_steps, setup.config.untimed_steps, timeline)
+    slowed = timeline.to_record if timeline else ()
+    steps = timed(logger.own_steps, setup.config.untimed_steps, slowed)
     mine = _Measured(_rank_row(setup, engine, logger, steps))
     if timeline:
         mine.lane = timeline.steps.get(timeline.busiest_step)

@@ -7,7 +7,7 @@ checkpoint; ``close`` at the end.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from common.errors import UserError
-from common.sync.backward_buckets import BackwardBuckets
-from common.sync.flat_buffer import FlatBuffer, by_type
-from common.sync.optimizer_shards import OptimizerShards, Segment
 from common.sync.plans.base import MessagePlan
+
+if TYPE_CHECKING:
+    from common.sync.backward_buckets import BackwardBuckets
+    from common.sync.flat_buffer import FlatBuffer
+    from common.sync.optimizer_shards import OptimizerShards, Segment
 
 
 class GradientSync:
@@ -57,14 +59,14 @@ class GradientSync:
     # What a strategy may attach to the model and the optimiser; ``close`` removes it. With
     # ``_shards`` each rank's optimiser updates a part, and is whole only after ``sync_replicas``.
     _hooks: Sequence[RemovableHandle] = ()
-    _filling: BackwardBuckets | None = None
-    _shards: OptimizerShards | None = None
+    _filling: "BackwardBuckets | None" = None
+    _shards: "OptimizerShards | None" = None
 
     # Which parameters had a gradient in the first step.
     _first_pattern: Sequence[bool] | None = None
     _exchanged: Sequence[nn.Parameter] = ()
     _not_on_all_ranks: Sequence[nn.Parameter] = ()  # of these, some rank has no gradient
-    _buffers: Sequence[FlatBuffer] = ()
+    _buffers: "Sequence[FlatBuffer]" = ()
 
     def __init__(self, plan: MessagePlan | None = None) -> None:
         self.plan = plan or self.plan
@@ -100,7 +102,7 @@ class GradientSync:
         norm = get_total_norm(gradients)
         return norm if self._shards is None else self._shards.norm_over_ranks(norm)
 
-    def segment_of(self, parameter: nn.Parameter) -> Segment | None:
+    def segment_of(self, parameter: nn.Parameter) -> "Segment | None":
         """Return this rank's part of a parameter, if its optimiser updates no more than that."""
         return None if self._shards is None else self._shards.segment_of(parameter)
 
@@ -164,6 +166,8 @@ class GradientSync:
         Each ``p.grad`` becomes a view of them (flat_buffer.py): leave the sum over the ranks there.
         ``divisor`` : replaces N, the number of ranks.
         """
+        from common.sync.flat_buffer import FlatBuffer, by_type  # most strategies need none
+
         parameters = self.exchanged()
         self._buffers = self._buffers or [FlatBuffer(alike) for alike in by_type(parameters)]
         for buffer in self._buffers:

@@ -39,7 +39,6 @@ from common.distributed.process_group import (
     setup_distributed,
 )
 from common.errors import UserError
-from common.profiling.comm_trace import Timeline
 from common.profiling.records import StepRecord
 from common.profiling.step_timer import StepTimer
 from common.sync import build_sync
@@ -50,9 +49,7 @@ from common.training_engine.amp import autocast, build_scaler, choose_amp
 from common.training_engine.batches import MicroBatch, check_lengths, set_epoch, skip_steps
 from common.training_engine.callbacks import Callback, EpochEnd, History, Validator
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
-from common.training_engine.claim import ClaimCheck
 from common.training_engine.compile import compile_for, forget_compiled
-from common.training_engine.ema import WeightAverage
 from common.training_engine.evaluation_loop import model_to_device, to_device, unwrap
 from common.training_engine.metrics import (
     EpochResult,
@@ -67,6 +64,10 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from common.emulation.emulated_model import Emulation
+    from common.profiling.comm_trace import Timeline
+    from common.profiling.step_timer import RawSpans
+    from common.training_engine.claim import ClaimCheck
+    from common.training_engine.ema import WeightAverage
 
 
 def _check_above_0(name: str, value: float | None) -> None:
@@ -105,11 +106,12 @@ class TrainingEngine:
     (emulated_model.py) if the model sleeps instead of computing: weights then never change.
     """
 
-    timeline: Timeline | None = None
+    timeline: "Timeline | None" = None
     emulation: "Emulation | None" = None
-    claim: ClaimCheck | None = None  # with several ranks: whether they get the mean
+    claim: "ClaimCheck | None" = None  # with several ranks: whether they get the mean
     metrics: MetricsBuffer | None = None  # of the epoch that trains
     compile_seconds = 0.0
+    ema: "WeightAverage | None" = None
 
     def __init__(
         self,
@@ -157,7 +159,10 @@ class TrainingEngine:
         self.sync.waiting = partial(self.timer.section, "sync")
         self.world.activity.period = self.sync.plan.period
         model = model_to_device(model, self.device)
-        self.ema = WeightAverage(unwrap(model), ema_decay) if use_ema else None
+        if use_ema:
+            from common.training_engine.ema import WeightAverage  # a run imports what it uses
+
+            self.ema = WeightAverage(unwrap(model), ema_decay)
         if sync_batchnorm and self.world.size > 1:
             ours = sync_batchnorm == "ours" or self.device.type != "cuda"
             model = batchnorm.synchronise_batchnorm(model, ours=ours, waiting=self.sync.waiting)
@@ -220,6 +225,8 @@ class TrainingEngine:
         if self.world.size > 1:  # with one rank nothing is exchanged after the last gradient
             self.timer.watch_gradients(self.model)
             if self.emulation is None:
+                from common.training_engine.claim import ClaimCheck
+
                 if self.claim is not None:
                     self.claim.close()
                 self.claim = ClaimCheck(self.world, unwrap(self.model), self.sync)
@@ -419,8 +426,8 @@ class TrainingEngine:
         metrics = self._begin_metrics(epoch, log_every, on_steps)
         if start_step:
             skip_steps(loader, start_step, epoch=epoch)
-        timeline = self.timeline or Timeline(1, 0)  # which records no step
-        self.sync.recording = timeline.for_thread
+        if self.timeline is not None:
+            self.sync.recording = self.timeline.for_thread
         shards = getattr(loader, "shards_here", 1)
         if shards != len(self.shards):
             self.shards = batchnorm.ShardStatistics(unwrap(self.model), shards)
@@ -433,10 +440,7 @@ class TrainingEngine:
             samples = sum(len(labels) for _, labels in window)
             global_samples = sizes[index] if sizes is not None else self.sum_over_ranks(samples)
             rate = self.optimizer.param_groups[0]["lr"]
-            with timeline.around(self.step + 1):
-                numbers = self.train_step(window, global_samples=global_samples, seeds=seeds)
-            times = self.timer.take()
-            timeline.took(self.step, self.timer, times)
+            numbers, times = self._recorded_step(window, global_samples, seeds)
             if self.claim is not None and self.claim.watching:
                 self.claim.gather(self.step)
             metrics.add(StepOutcome(self.step, numbers, samples, rate, times))
@@ -492,6 +496,18 @@ class TrainingEngine:
                 self._first_batch_compared = True
                 warn_of_equal_batches(self.world, *window[0])
             yield index, window, seeds
+
+    def _recorded_step(
+        self, window: list[MicroBatch], global_samples: int, seeds: list[int] | None
+    ) -> "tuple[Tensor, RawSpans]":
+        """Do a step; return its numbers and times. The timeline, if any, records its messages."""
+        timeline = self.timeline
+        with nullcontext() if timeline is None else timeline.around(self.step + 1):
+            numbers = self.train_step(window, global_samples=global_samples, seeds=seeds)
+        times = self.timer.take()
+        if timeline is not None:
+            timeline.took(self.step, self.timer, times)
+        return numbers, times
 
     def set_training_mode(self) -> None:
         """Put the model in training mode, but for frozen BatchNorm layers."""

@@ -122,7 +122,7 @@ def wait_for_ranks(
     received: Callable[[], Sequence[int]] = lambda: (),
     pass_on: Callable[[int], object] = lambda number: None,
     poll_seconds: float = 0.05,
-) -> tuple[list[int], bool]:
+) -> list[int]:
     """Wait until all ranks have ended, or those that still run have to be ended.
 
     They have ``grace_seconds`` after the first failure, and ``save_seconds`` if the ranks that
@@ -136,8 +136,7 @@ def wait_for_ranks(
     pass_on : sends the first of them to the ranks, which then have ``grace_seconds`` after SIGINT
         and ``save_seconds`` after any other one.
 
-    Returns the ranks that ended with another status than 0, in the order in which they ended, and
-    whether the limit passed without failure or signal.
+    Returns the ranks that ended with another status than 0, in the order in which they ended.
     """
     deadline = time.monotonic() + limit_seconds
     failed: dict[int, int] = {}  # statuses by rank, the first failure first
@@ -148,7 +147,7 @@ def wait_for_ranks(
             if status:
                 failed.setdefault(rank, status)
         if None not in found:
-            return list(failed), False
+            return list(failed)
         signals = received()
         if signals and not passed_on:
             passed_on = True
@@ -157,7 +156,7 @@ def wait_for_ranks(
         # The next round adds the same seconds to a later time, so it changes nothing.
         deadline = min(deadline, time.monotonic() + left)
         if len(signals) > 1 or time.monotonic() > deadline:
-            return list(failed), not failed and not signals
+            return list(failed)
         time.sleep(poll_seconds)
 
 

@@ -6,6 +6,7 @@ Errors of the script are looked up in the table of ``lab explain``, lab/explain/
 import difflib
 import os
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
@@ -288,7 +289,7 @@ def _about_module(name: str, run: AuditRun) -> str:
     if close and close[0] != name:
         return f"Did you mean {close[0]}?"
     if place := _folder_with(name, folder):
-        return f"{name} is in {place}: cd to that folder, or set PYTHONPATH={place}."
+        return f"{name} is in {place}: cd to that folder, or set PYTHONPATH={shlex.quote(place)}."
     return (
         f"{_python(run)} has no package {name}: install it there, or give the Python of the "
         "script's environment, as in lab audit -- /path/to/python main.py."

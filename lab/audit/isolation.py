@@ -8,6 +8,7 @@ themselves have started.
 """
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -107,13 +108,14 @@ def running(pids: Iterable[int], folder: Path) -> list[psutil.Process]:
     These are those with the given ids, their descendants, and all whose environment holds the
     probe's settings with the folder of the run.
     """
+    named = json.dumps(str(folder))[1:-1]  # LAB_AUDIT is JSON, which escapes ü
     wanted: set[int] = set()
     for pid in pids:
         wanted |= {pid, *descendants(pid)}
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # somebody else's, or it has ended
-            ours = process.pid in wanted or str(folder) in process.environ().get("LAB_AUDIT", "")
+            ours = process.pid in wanted or named in process.environ().get("LAB_AUDIT", "")
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

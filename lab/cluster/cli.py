@@ -1,24 +1,23 @@
 """``lab cluster``: run a command on emulated nodes, open a shell on a node, disturb a node."""
 
 import argparse
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from common.errors import INTERRUPTED, UserError
+from common.errors import UserError
 from common.say import count
 from common.utils.environment import RUN_TOKEN, setting
 from common.utils.paths import REPORTS, new_folder
-from common.utils.processes import GRACE_SECONDS, shell_status
-from lab.cluster.cluster import Cluster, End
+from common.utils.processes import GRACE_SECONDS, on_signals, shell_status
+from lab.cluster.cluster import Cluster
 from lab.cluster.nodes import FAULTS, Nodes, find_nodes
 from lab.cluster.program import NOT_FOUND, check_placeholders, node_environment, parse_python
 from lab.flags import add_command
+from lab.fleet.conclusion import STOPS, conclude
 from lab.fleet.first_failure import find_root_failure
 from lab.fleet.prefixed_output import PrefixedOutput, log_name, write_log
 from lab.terminal import say
@@ -148,14 +147,16 @@ def run(args: argparse.Namespace) -> int:
         say(f"warning: {warning}")
     logs = cluster.logs = args.logs or new_folder(args.output_dir, "cluster")
     began = time.monotonic()
-    with cluster:
+    received: list[int] = []
+    with cluster, on_signals(STOPS, lambda number, _frame: received.append(number)):
         say(_introduction(cluster, args, time.monotonic() - began))
-        try:
-            cluster.start(command)
-            ends = cluster.wait(grace_seconds=GRACE_SECONDS)
-        except KeyboardInterrupt:
-            return _interrupted(cluster, logs)
-        return _conclusion(cluster, ends, time.monotonic() - began, logs)
+        cluster.start(command)
+        ends = cluster.wait(grace_seconds=GRACE_SECONDS, received=lambda: received)
+        stopped_by = received[0] if received else 0
+        failed = {end.rank: end.status for end in ends if end.status}
+        seconds = time.monotonic() - began
+        status = conclude(failed, stopped_by=stopped_by, seconds=seconds, logs=logs)
+        return _report_failure(cluster, failed) if status is None else status
 
 
 def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) -> str:
@@ -174,21 +175,11 @@ def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) ->
     return f"{nodes}, {links}; started in {seconds:.1f} s"
 
 
-def _interrupted(cluster: Cluster, logs: Path) -> int:
-    """Pass the interrupt on and wait for the nodes to end; a second Ctrl-C ends the wait."""
-    with contextlib.suppress(KeyboardInterrupt, TimeoutError):
-        cluster.send_signal(signal.SIGINT)
-        cluster.wait(limit_seconds=GRACE_SECONDS)
-    say(f"interrupted: all processes on all nodes have ended; output: {logs}")
-    return INTERRUPTED
+def _report_failure(cluster: Cluster, failed: Mapping[int, int]) -> int:
+    """Print which rank failed first and why; return its exit status.
 
-
-def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Path) -> int:
-    """Report how the run ended, and return its exit status."""
-    failed = {end.rank: end.status for end in ends if end.status}
-    if not failed:
-        say(f"all nodes finished without errors after {seconds:.1f} s; output: {logs}")
-        return 0
+    failed : statuses by rank, the first to end first.
+    """
     outputs = {rank: cluster.output(rank) for rank in failed}
     name = "node" if cluster.ranks_per_node == 1 else "rank"
     culprit, message = find_root_failure(list(failed), failed, outputs, name=name)

@@ -409,26 +409,29 @@ class Cluster:
         *,
         limit_seconds: float = math.inf,
         grace_seconds: float = math.inf,
+        received: Callable[[], Sequence[int]] = lambda: (),
     ) -> list[End]:
         """Wait until nothing runs; return the ends since the last ``wait``, the earliest first.
 
         grace_seconds : after the first failure, give the other ranks so long to report why they
             end, too; then kill them.
+        received : returns the signals that have come; see ``wait_for_ranks``.
         Raises TimeoutError with those that still run after ``limit_seconds``, GroupError if the
         cluster has ended.
         """
-        failed, _ = wait_for_ranks(
+        failed = wait_for_ranks(
             self._statuses,
             limit_seconds=limit_seconds,
             grace_seconds=grace_seconds,
             save_seconds=max(SAVE_SECONDS, grace_seconds),
+            received=received,
+            pass_on=self.send_signal,
         )
-        if failed and grace_seconds < math.inf:
+        if received():
+            self._stop_running("was stopped, since it did not end after a signal")
+        elif failed and grace_seconds < math.inf:
             first = self._programs[failed[0]].name
-            for program in self._running():
-                program.stopped = f"was stopped, since {first} had failed"
-                program.send_signal(signal.SIGKILL)
-            wait_for_ranks(self._statuses)
+            self._stop_running(f"was stopped, since {first} had failed")
         if running := sorted(program.rank for program in self._running()):
             who = "nodes" if self.ranks_per_node == 1 else "ranks"
             raise TimeoutError(
@@ -437,6 +440,13 @@ class Cluster:
         in_order = sorted(self._programs, key=lambda program: program.ended)
         self._programs = []
         return [program.end for program in in_order if program.end is not None]
+
+    def _stop_running(self, reason: str) -> None:
+        """Kill what still runs; its log gets the reason."""
+        for program in self._running():
+            program.stopped = reason
+            program.send_signal(signal.SIGKILL)
+        wait_for_ranks(self._statuses, limit_seconds=_CLOSE_SECONDS)
 
     def _statuses(self) -> list[int | None]:
         """Return how the programs have ended; GroupError if the cluster has."""

@@ -5,6 +5,7 @@ things, or ran on different machines, form different groups. No figure mixes gro
 names their differences first.
 """
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -115,7 +116,7 @@ def _settings(runs: Sequence[_ImportedRun], cells: Sequence[Cell], scaling: str)
         "rates": [None],
         "until_accuracy": None,
         "compute": runs[0].facts["compute"],
-        "command": f"lab report {' '.join(run.name for run in runs)}",
+        "command": shlex.join(["lab", "report", *(run.name for run in runs)]),
     }
 
 

@@ -199,7 +199,7 @@ def describe_plan(folder: Path, comparison: Comparison) -> list[str]:
             f"with Slurm:   {how_to_run(to_do) if IN_CHECKOUT else _NO_SCRIPT}",
             f"by hand:      {_by_hand(folder)}   # on each node of run K",
         ]
-    lines.append(f"at any time:  lab report {folder}")
+    lines.append(f"at any time:  {shlex.join(['lab', 'report', str(folder)])}")
     return lines
 
 

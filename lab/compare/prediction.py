@@ -56,7 +56,6 @@ from lab.predict.tables import message_plans
 from lab.predict.variants import split_variant
 from lab.units import parse_rate
 
-_LIMIT_SECONDS = 300.0
 _NEW_ENOUGH = timedelta(days=1)
 _CLASSES = 10  # of the last layer, a thousandth of the gradients
 
@@ -378,9 +377,7 @@ def _measure_network(
         if among == "all" and settings.sync_batchnorm:
             kinds = sorted({*kinds, "all_reduce"})
         command += [f"--{among}", *kinds]
-    message = executors.run(
-        command, ranks, rate=rate, logs=folder / "logs" / name, limit_seconds=_LIMIT_SECONDS
-    )
+    message = executors.run(command, ranks, rate=rate, logs=folder / "logs" / name)
     if message is not None:
         raise GroupError(f"the messages of {ranks} ranks could not be measured: {message}")
     found = read_json(output, ProbedLinks)

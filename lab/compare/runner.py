@@ -35,7 +35,6 @@ from lab.comparison.record import (
     write_comparison,
 )
 
-_LIMIT_SECONDS = 3600
 _START_UP_SECONDS = 10.0  # of a run: imports, data, process group, model
 _SAME_MACHINE = ("python", "torch", "cpu", "usable_cores", "git_commit")
 
@@ -262,7 +261,6 @@ def _run(run: Run, executors: Executors) -> Repeat:
         run.ranks,
         rate=run.cell.rate,
         logs=run.logs,
-        limit_seconds=_LIMIT_SECONDS,
     )
     if message is not None:
         return failed_run(run, message)

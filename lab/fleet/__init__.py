@@ -1,1 +1,1 @@
-"""Ranks on nodes and hosts: what runs there ends with its parent; output; which failed first."""
+"""What launchers share: enter namespaces, supervise a rank, show its output, say how it ended."""

@@ -15,12 +15,13 @@ import numpy as np
 from msgspec import Struct
 
 from common.errors import UserError, file_errors
+from common.profiling.records import Section
 from common.reporting.run_files import RanksFile, StepTime
 from common.say import count, duration_text
 from common.sync import STRATEGIES, strategy_options
 from common.utils.grouping import grouped
 from common.utils.registry import choices_text
-from common.utils.typed_json import Name, Step, Text, read_json
+from common.utils.typed_json import Name, Seconds, Step, Text, read_json
 from lab.predict.event_model import LARGEST_NODES
 from lab.predict.fitting import MeasuredStep, fit
 from lab.predict.priors import Beliefs, Prior
@@ -45,6 +46,8 @@ class _Summary(Struct):
     model: Text
     global_batch_size: Step
     step_seconds: StepTime | None = None
+    backend: Text | None = None
+    section_seconds: dict[Section, Seconds] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class ObservedStep:
     where : the row or folder it comes from. global_batch : samples of all ranks. rate_bits : of a
     node's link; None: that of the prediction. model : that was trained; None: that of the
     prediction. settings : of a run, as its config.json has them; None: those of the prediction.
+    sync_seconds : exposed communication of a run. backend : "gloo" or "nccl", of a run.
     """
 
     where: str
@@ -65,6 +69,13 @@ class ObservedStep:
     rate_bits: float | None = None
     model: str | None = None
     settings: Mapping[str, Any] | None = None
+    sync_seconds: float | None = None
+    backend: str | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks on all nodes together."""
+        return self.nodes * self.ranks_per_node
 
     @property
     def setting(self) -> tuple[object, ...]:
@@ -210,6 +221,8 @@ def _of_run(folder: Path) -> ObservedStep:
         step_seconds=summary.step_seconds,
         model=summary.model,
         settings=settings,
+        sync_seconds=(summary.section_seconds or {}).get("sync"),
+        backend="nccl" if summary.backend == "nccl" else "gloo",
     )
 
 
@@ -333,7 +346,7 @@ def _cell(step: ObservedStep, asked: Scenario, options: Mapping[str, Any]) -> Me
         accumulation_steps=accumulation_steps,
         sync_batchnorm=sync_batchnorm,
     )
-    ranks = step.nodes * step.ranks_per_node
+    ranks = step.ranks
     if ranks * scenario.least_samples > step.global_batch:
         raise UserError(
             f"--fit: {step.where}: a global batch of {step.global_batch:,} has too few samples for "

@@ -97,11 +97,11 @@ def _tell(
     """Print what was copied, from where, and what was not."""
     for run, hosts in sorted(sources.items()):
         say(f"{output_dir / run}: from {listed(hosts)}")
-    folders = " ".join(str(output_dir / run) for run in sorted(sources))
+    report = shlex.join(["lab", "report", *(str(output_dir / run) for run in sorted(sources))])
     kinds = Counter(outcomes.values())
     say(
         f"copied {count(kinds['copied'], 'file')}, {kinds['same']} were already here; "
-        f"next: lab report {folders}"
+        f"next: {report}"
     )
     for kind, why in _LEFT.items():
         left = [calm(name) for name, outcome in outcomes.items() if outcome == kind]

@@ -8,13 +8,14 @@ import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from common.errors import UserError
 from common.utils.environment import DEFAULT_MASTER_PORT
 from lab.cluster.program import check_placeholders, fill_in
 
 _PART = re.compile(r"(^|/)Part(One|Two|Three)/main\.py$")
-_TORCHRUN = re.compile(r"(\S*/)?(torchrun|python\S* -m torch\.distributed\.run)(?= |$)")
+_TORCHRUN = re.compile(r"(torchrun|python\S* -m torch\.distributed\.run)(?= |$)")
 _BEFORE = "give --master-ip and --master-port to lab launch, before --"
 # Flags that lab launch sets itself, and what to do instead, or why.
 _OF_PARTS = {
@@ -94,7 +95,8 @@ def read_command(
         )
     words = list(typed)
     if not re.search(r"\{(master|nodes?|rank|local_rank|port)\}", " ".join(typed)):
-        if torchrun := _TORCHRUN.match(" ".join(typed)):
+        program = PurePosixPath(typed[0]).name  # its folder may have a blank
+        if torchrun := _TORCHRUN.match(" ".join([program, *typed[1:]])):
             if ranks_per_node > 1:
                 raise UserError(
                     f"--ranks-per-node {ranks_per_node}: torchrun starts the ranks of a host "

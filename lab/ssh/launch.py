@@ -21,6 +21,7 @@ from common.say import count, listed
 from common.utils.paths import new_folder
 from common.utils.processes import on_signals, shell_status, wait_for_ranks
 from common.utils.system import allow_most_descriptors
+from lab.fleet.conclusion import STOPS, conclude
 from lab.fleet.first_failure import find_root_failure
 from lab.fleet.prefixed_output import PrefixedOutput, log_name, write_log
 from lab.ssh.command import NodeCommand, read_command
@@ -33,7 +34,6 @@ from lab.terminal import say
 
 # With more hosts the terminal shows only rank 0 and the first failure.
 _SHOWN_HOSTS = 8
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FAILURE_LINES = 20
 
 
@@ -141,7 +141,7 @@ def _run(
     """
     got: list[int] = []
     with (
-        on_signals(_SIGNALS, lambda number, _frame: got.append(number)),
+        on_signals(STOPS, lambda number, _frame: got.append(number)),
         served(hosts, requests, options, on_line) as nodes,
     ):
 
@@ -178,26 +178,18 @@ class _End:
 
 def _conclude(end: _End, prefixed: PrefixedOutput) -> int:
     """Print how the launch ended, and return the exit status."""
-    failed = _failed(end.nodes, 0, TO_BE_CONTINUED)
-    saved = len(_failed(end.nodes, 0)) - len(failed)  # ended with TO_BE_CONTINUED
-    lost = [node for node in failed if node.result is None]
-    if saved and not lost and (end.stopped_by or not failed):
-        say(
-            f"stopped after {end.seconds:.1f} s, after saving a checkpoint; resume with the same "
-            f"command and --resume auto; output: {end.folder}"
-        )
-        return TO_BE_CONTINUED
-    if not failed:
-        say(f"all nodes finished without errors after {end.seconds:.1f} s; output: {end.folder}")
-        return 0
-    if end.stopped_by:
-        what = "interrupted" if end.stopped_by == signal.SIGINT else "ended by SIGTERM"
-        rest = "all hosts have ended"
-        if lost:
-            rest = f"the other hosts have ended; {_left_text(lost, end)}"
-        say(f"{what}: all processes on {rest}; output: {end.folder}")
-        return 128 + end.stopped_by  # as a shell reports a signal
-    return _report_failure(failed, lost, end, prefixed)
+    failures = {node.host.rank: node.poll() or 0 for node in _failed(end.nodes, 0)}
+    lost = [node for node in _failed(end.nodes, 0) if node.result is None]
+    ended = "all processes on all nodes have ended"
+    if lost:
+        ended = f"all processes on the other hosts have ended; {_left_text(lost, end)}"
+    status = conclude(
+        failures, stopped_by=end.stopped_by, seconds=end.seconds, logs=end.folder, ended=ended
+    )
+    if status is None:
+        failed = _failed(end.nodes, 0, TO_BE_CONTINUED)
+        status = _report_failure(failed, lost, end, prefixed)
+    return status
 
 
 def _report_failure(

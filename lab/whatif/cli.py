@@ -55,11 +55,11 @@ def main_whatif(args: argparse.Namespace) -> int:
     Raises UserError if a file cannot be read or written.
     """
     from lab.terminal import say
-    from lab.whatif.measured import files_of
+    from lab.whatif.own_steps import read_own
     from lab.whatif.page import write_page
 
-    files = files_of(args.runs)
-    size = write_page(args.out, calibration_file=args.calibration, files=files)
+    own = read_own(args.runs)
+    size = write_page(args.out, calibration_file=args.calibration, own=own)
     say(f"{args.out}: {size / 1e3:,.0f} kB. Open it in a browser; it needs no other file")
     if args.open and not webbrowser.open(args.out.resolve().as_uri()):
         say("no browser was found here: copy the file to a machine that has one")
@@ -72,13 +72,13 @@ def write_beside_report(folder: Path, comparison: "Comparison") -> str | None:
     None, after a sentence, if it cannot be written: the report does without it.
     """
     from lab.terminal import say
-    from lab.whatif.measured import comparison_file
+    from lab.whatif.own_steps import steps_of_comparison
     from lab.whatif.page import write_page
 
     name = "whatif.html"
-    file = comparison_file(comparison, folder.resolve().name)
     try:
-        write_page(folder / name, calibration_file=None, files=[file])
+        own = steps_of_comparison(comparison, folder.resolve().name)
+        write_page(folder / name, calibration_file=None, own=own)
     except UserError as error:
         say(f"{name} was not written: {error}")
         return None

@@ -8,14 +8,14 @@ written twice.
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.errors import UserError
@@ -77,6 +77,55 @@ class State(Struct, forbid_unknown_fields=True, kw_only=True):
     strategies: list[str]
     focus: str = "ddp"
     measured: str | None = None
+
+
+class PartOfState(Struct, kw_only=True):
+    """What a measurement says of the state; what is unset stays as the reader has it."""
+
+    model: str | UnsetType = UNSET
+    gradient_type: str | UnsetType = UNSET
+    costs: str | UnsetType = UNSET
+    backend: str | UnsetType = UNSET
+    transport: str | UnsetType = UNSET
+    rate_gbit: float | UnsetType = UNSET
+    inside_gbit: float | UnsetType | None = UNSET
+    latency_us: float | UnsetType | None = UNSET
+    step_ms: float | UnsetType = UNSET
+    batch: int | UnsetType = UNSET
+    scaling: str
+    batch_size: int
+    nodes: int
+    ranks_per_node: int
+    bucket_mb: float | UnsetType | None = UNSET
+    strategies: list[str]
+    focus: str
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """The measured step of a strategy on a number of nodes; ``note`` as published."""
+
+    strategy: str
+    nodes: int
+    seconds: float
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSet:
+    """Steps that differ in strategy and number of nodes alone.
+
+    about : sentences. family : "gloo" or "nccl"; "" if both are possible. is_published : by others.
+    state : of the page.
+    """
+
+    id: str
+    title: str
+    about: str
+    family: str
+    is_published: bool
+    state: State | PartOfState
+    points: Sequence[MeasuredPoint]
 
 
 class Preset(Struct):
@@ -142,13 +191,13 @@ def page_data(
     calibration: Calibration,
     *,
     is_reference: bool = False,
-    measured: Sequence[Any] = (),
+    measured: Sequence[MeasuredSet] = (),
     questions: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the page's data, ready for JSON.
 
-    is_reference : the calibration is the one that comes with the project. measured, questions : of
-    measured.py and questions.py.
+    is_reference : the calibration is the one that comes with the project. measured : of measured.py
+    and own_steps.py. questions : of questions.py.
     """
     strategies, left_out = _strategies()
     names = dict.fromkeys([calibration.model, *own_model.model_names()])
@@ -216,6 +265,12 @@ def _draws() -> dict[str, Any]:
     rows = priors.normal_draws(len(priors.load_priors()))
     places = rows.argsort().argsort()
     return {"values": np.sort(rows[0]).tolist(), "orders": places.tolist()}
+
+
+def drawn_names() -> list[str]:
+    """Return the strategies that the page can compute."""
+    found, _ = _strategies()
+    return [strategy.name for strategy in found]
 
 
 def _strategies() -> tuple[list[PageStrategy], list[LeftOut]]:

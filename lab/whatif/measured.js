@@ -1,26 +1,15 @@
 "use strict";
 
 /**
- * Measured steps beside the predicted ones: published sets, and those of files (files.js).
+ * Measured steps beside the predicted ones: published sets, the reader's, and this project's.
  *
- * Read downward: which sets there are, what a set shows in a state, and the section of the page.
- * All but the section touches no DOM. A MeasuredSet is described in files.js.
+ * Read downward: what a set shows in a state, and the section of the page. All but the section
+ * touches no DOM. data.py describes a MeasuredSet.
  */
 const Measured = (() => {
   const MOST_ROWS = 100; // of the table: each takes milliseconds
   const CLOSE = 0.01; // two values of a setting that are the same but for rounding
   const DRAWN = ["nodes", "strategies", "focus", "measured"]; // what is shown; all else is a setting
-
-  /** Put the sets of the files that came with the page before the published ones. */
-  function prepare(data) {
-    for (const set of data.measured) set.isPublished = true;
-    const { files = [], shipped = [] } = data;
-    data.measured = [...MeasuredFiles.readTexts(data, shipped).sets, ...data.measured];
-    const own = MeasuredFiles.readTexts(data, files);
-    data.measured = [...own.sets, ...data.measured];
-    data.begin = own.sets[0]?.id ?? null;
-    data.problem = files.length === 0 ? null : own.problem;
-  }
 
   // -- what a set shows in a state --------------------------------------------------------------
 
@@ -142,12 +131,8 @@ const Measured = (() => {
     <p id="measured-sides"></p>
     <p id="measured-error" class="muted"></p>
     <details id="measured-notes" class="numbers" hidden><summary>As published</summary><ul></ul></details>
-    <div id="measured-drop" class="drop"><p>Your own: drop <code>results.json</code>, a table (<code>.csv</code>) or folders of runs anywhere onto this page. They stay in this page: nothing is uploaded or stored.</p>
-      <p class="buttons"><button type="button" data-pick="files">Choose files</button> <button type="button" data-pick="folder">Choose a folder</button></p>
-      <input type="file" id="measured-files" multiple hidden aria-label="Files of measurements"><input type="file" id="measured-folder" webkitdirectory hidden aria-label="A folder of measurements">
-    </div>
-    <p id="measured-problem" class="note bad" role="alert" hidden></p>
-    <p id="measured-said" class="unseen" role="status"></p>`;
+    <p class="muted">Your own: <code>lab whatif --runs FOLDER</code> writes a page with them.</p>
+    <p id="measured-problem" class="note bad" role="alert" hidden></p>`;
 
   const byId = (id) => document.getElementById(id);
 
@@ -166,10 +151,10 @@ const Measured = (() => {
     const others = data.measured.filter((set) => set !== first);
     const groups = [
       ["Nearest to your settings", first ? [first] : []],
-      ["Yours, and this project's", others.filter((set) => !set.isPublished)],
+      ["Yours, and this project's", others.filter((set) => !set.is_published)],
     ];
     for (const { backend, label } of data.families) {
-      const ofFamily = others.filter((set) => set.isPublished && set.family === backend);
+      const ofFamily = others.filter((set) => set.is_published && set.family === backend);
       groups.push([`Published, ${label}`, ofFamily]);
     }
     byId("measured-set").replaceChildren(made("option", "nothing measured", { value: "" }));
@@ -260,47 +245,8 @@ const Measured = (() => {
   /** Return the stated error of a set's family. */
   function stated(data, set, state) {
     const family = Words.error(data, { ...state, costs: "typical", backend: set.family || state.backend });
-    if (!set.isPublished) return family;
+    if (!set.is_published) return family;
     return `${family} That error predicts each group without its own rows, and with the step of one node where it was measured; this page's priors were fitted to all of them.`;
-  }
-
-  /** Take away what was said of files before. */
-  function clear() {
-    for (const id of ["measured-problem", "message"]) byId(id).hidden = true;
-    byId("measured-said").textContent = "";
-  }
-
-  /** Say what is wrong with files. */
-  function refuse(problem) {
-    byId("measured-problem").textContent = problem;
-    byId("measured-problem").hidden = false;
-    byId("measured").scrollIntoView({ block: "nearest" });
-  }
-
-  /** Take over dropped or chosen files: the first of their sets is shown. */
-  async function take(data, dropped) {
-    const { sets, problem } = await MeasuredFiles.read(data, dropped);
-    if (problem !== null) refuse(problem);
-    if (sets.length === 0) return;
-    const before = data.measured;
-    data.measured = [...sets.map((set) => ({ ...set, isDropped: true })), ...before];
-    if (!choose(data, sets[0].id)) {
-      data.measured = before;
-      return;
-    }
-    shown.nearest = undefined; // the list has others now
-    follow(data);
-    byId("measured-said").textContent = `${Words.counted(sets.length, "set")} of measured steps added.`;
-  }
-
-  async function onDrop(data, event) {
-    event.preventDefault();
-    document.body.classList.remove("dragging");
-    if (![...event.dataTransfer.types].includes("Files")) return;
-    clear();
-    const files = await MeasuredFiles.droppedFiles(event.dataTransfer).catch(() => null);
-    if (files === null) refuse("The browser cannot read what was dropped: choose it with a button.");
-    else await take(data, files);
   }
 
   function listen(data) {
@@ -309,24 +255,6 @@ const Measured = (() => {
       .addEventListener("click", () => choose(data, Page.state().measured));
     byId("measured-nearest").querySelector("button")
       .addEventListener("click", () => choose(data, shown.nearest.id));
-    for (const kind of ["files", "folder"]) {
-      const input = byId(`measured-${kind}`);
-      document.querySelector(`[data-pick="${kind}"]`).addEventListener("click", () => input.click());
-      input.addEventListener("change", async () => {
-        clear();
-        const files = [...input.files].map((file) => (
-          { path: file.webkitRelativePath || file.name, file }));
-        input.value = ""; // the same file may be chosen again
-        await take(data, files);
-      });
-    }
-    // The whole page is the target: else the browser leaves it for the dropped file.
-    document.addEventListener("dragover", (event) => {
-      event.preventDefault();
-      document.body.classList.add("dragging");
-    });
-    document.addEventListener("dragleave", () => document.body.classList.remove("dragging"));
-    document.addEventListener("drop", (event) => onDrop(data, event));
     document.addEventListener("drawn", () => follow(data));
   }
 
@@ -334,14 +262,15 @@ const Measured = (() => {
   function start(data) {
     byId("measured").insertAdjacentHTML("beforeend", PARTS);
     listen(data);
-    if (data.problem !== null) refuse(data.problem);
+    byId("measured-problem").textContent = data.problem;
+    byId("measured-problem").hidden = data.problem === null;
     const isAsked = location.hash.length > 1;
     if (data.begin !== null && !isAsked) choose(data, data.begin);
     else follow(data);
   }
 
   return {
-    prepare, start, setCalled, points, compared, sidesText, nearest, nearestText, differences, choose,
+    start, setCalled, points, compared, sidesText, nearest, nearestText, differences, choose,
   };
 })();
 if (typeof module !== "undefined") module.exports = Measured;

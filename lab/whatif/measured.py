@@ -1,68 +1,24 @@
-"""Measured steps for the page of ``lab whatif``. Imports no torch.
+"""What others measured and published, as sets that the page of ``lab whatif`` shows.
 
-``published_sets`` has what others published, each set with the state of the page in which it was
-measured. ``files_of`` checks the reader's own reports, tables and runs, and returns what the page
-reads of them: files.js makes sets of them as of files that are dropped onto the page.
+``published_sets`` returns each set with the state of the page in which it was measured. Imports no
+torch.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from common.errors import UserError
 from common.say import count, duration_text, rate_text
 from common.sync import STRATEGIES
 from common.utils.grouping import grouped
-from common.utils.paths import REPOSITORY
-from common.utils.typed_json import encode
-from lab.comparison.record import Comparison, as_json, read_comparison
 from lab.predict.common_models import common_models
-from lab.predict.observed import read_observed
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import PublishedStep, published_path, read_published
 from lab.predict.scenario import Scenario
-from lab.whatif.data import State
+from lab.whatif.data import MeasuredPoint, MeasuredSet, State
 
-_SHIPPED = REPOSITORY / "reports/samples/compare-digits-1gbit"
 _UNKNOWN_BITS = 10e9  # of a link whose rate is not stated, unless software passes more
 _AS_IN_MODELS = "_cifar10"  # common models that are models of this project
 _SHARED = "global batch kept"  # in the note of rows whose ranks share one batch
-_OF_A_RUN = ("summary.json", "ranks.json", "config.json")
-_OF_A_COMPARISON = ("format", "kind", "emulated", "settings", "groups", "cells")
-
-
-@dataclass(frozen=True)
-class MeasuredPoint:
-    """The measured step of a strategy on a number of nodes; ``note`` as published."""
-
-    strategy: str
-    nodes: int
-    seconds: float
-    note: str
-
-
-@dataclass(frozen=True)
-class MeasuredSet:
-    """Steps that differ in strategy and number of nodes alone.
-
-    about : sentences. family : "gloo" or "nccl". state : of the page.
-    """
-
-    id: str
-    title: str
-    about: str
-    family: str
-    state: State
-    points: Sequence[MeasuredPoint]
-
-
-@dataclass(frozen=True)
-class MeasuredFile:
-    """A file of measurements as the page reads it: its path from the folder that holds it."""
-
-    path: str
-    text: str
 
 
 def published_sets() -> list[MeasuredSet]:
@@ -137,7 +93,15 @@ def _published_set(name: str, rows: Sequence[PublishedStep]) -> MeasuredSet:
         focus=strategies[-1],
     )
     about = " ".join(_sentences(first, scenario))
-    return MeasuredSet(name, _title(rows), about, first.backend, state, points)
+    return MeasuredSet(
+        id=name,
+        title=_title(rows),
+        about=about,
+        family=first.backend,
+        is_published=True,
+        state=state,
+        points=points,
+    )
 
 
 def _model(row: PublishedStep, scenario: Scenario) -> tuple[str, str]:
@@ -166,53 +130,3 @@ def _sentences(row: PublishedStep, scenario: Scenario) -> list[str]:
             "instead; lab predict --node-step-time takes the number."
         )
     return sentences
-
-
-def shipped_files() -> list[MeasuredFile]:
-    """Return the comparison that comes with a checkout; an installed package has none."""
-    return files_of([_SHIPPED]) if _SHIPPED.is_dir() else []
-
-
-def files_of(paths: Sequence[Path]) -> list[MeasuredFile]:
-    """Return what the page reads of the reader's own measurements.
-
-    paths : folders or ``results.json`` of ``lab compare`` and ``lab report``, tables (``.csv``) as
-    for ``lab predict --fit``, and folders of runs. Raises UserError if one cannot be read.
-    """
-    files: list[MeasuredFile] = []
-    for path in paths:
-        files += _files_of(path)
-    return files
-
-
-def _files_of(path: Path) -> list[MeasuredFile]:
-    results = path / "results.json" if path.is_dir() else path
-    if results.suffix == ".json" and results.is_file():
-        return [comparison_file(read_comparison(results), results.resolve().parent.name)]
-    try:
-        steps = read_observed([path])
-    except UserError as error:
-        raise UserError(str(error).replace("--fit:", "--runs:")) from error
-    if path.is_file():
-        return [MeasuredFile(path.name, path.read_text(encoding="utf-8-sig"))]
-    files = []
-    for step in steps:
-        for name in _OF_A_RUN:
-            part = Path(step.where).resolve() / name
-            files.append(MeasuredFile("/".join(part.parts[-3:]), part.read_text(encoding="utf-8")))
-    return files
-
-
-def comparison_file(comparison: Comparison, name: str) -> MeasuredFile:
-    """Return the ``results.json`` of a comparison, whose folder is called ``name``.
-
-    Of each cell it has the medians, and of its first run which host each rank was on.
-    """
-    entries = as_json(comparison)
-    kept = {key: entries[key] for key in _OF_A_COMPARISON if key in entries}
-    for cell, entry in zip(comparison.cells, entries["cells"], strict=True):
-        hosts = []
-        for run in cell.runs[:1]:
-            hosts += [{"host": row.host, "node": row.node} for row in run.ranks]
-        entry["repeats"] = [{"status": "done", "ranks": hosts}]
-    return MeasuredFile(f"{name}/results.json", encode(kept).decode())

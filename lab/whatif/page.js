@@ -527,7 +527,6 @@ const Page = (() => {
 
   function start() {
     data = JSON.parse(byId("data").textContent);
-    Measured.prepare(data);
     state = State.defaults(data);
     byId("lab").hidden = false;
     for (const [name, values] of Object.entries(SLIDERS)) {

@@ -27,7 +27,8 @@ from lab.predict.own_model import with_gradient_bytes, with_own_model
 from lab.predict.scenario import Scenario
 from lab.predict.tables import PredictedStep, message_plans, predict_table
 from lab.whatif.data import State, page_data
-from lab.whatif.measured import MeasuredFile, published_sets, shipped_files
+from lab.whatif.measured import published_sets
+from lab.whatif.own_steps import OwnSteps, shipped_sets, with_own_ids
 from lab.whatif.questions import load_questions
 
 _HERE = Path(__file__).parent
@@ -39,7 +40,6 @@ _SCRIPTS = [
     "words",
     "state",
     "pictures",
-    "files",
     "measured",
     "questions",
     "page",
@@ -48,23 +48,24 @@ _STYLES = ("style", "pictures", "measured")
 _REFERENCE = Path("lab/predict/reference_calibration.json")  # as typed in the project's folder
 
 
-def write_page(path: Path, *, calibration_file: Path | None, files: Sequence[MeasuredFile]) -> int:
+def write_page(path: Path, *, calibration_file: Path | None, own: OwnSteps) -> int:
     """Write the page and return its size in bytes.
 
     calibration_file : None: this machine's own, or else the one that comes with the project.
-    files : of the reader's own measured steps, which the page begins with.
+    own : the reader's measured steps. The page begins with the first set of them.
 
     Raises UserError if a file cannot be read or written.
     """
     calibration, is_reference = find_calibration(calibration_file)
+    # A link names a set by its id, so the reader's sets get other ids where one is taken.
+    others = [*shipped_sets(), *published_sets()]
+    named = with_own_ids([*others, *own.sets])
+    sets = [*named[len(others) :], *named[: len(others)]]
     data = page_data(
-        calibration,
-        is_reference=is_reference,
-        measured=published_sets(),
-        questions=load_questions(),
+        calibration, is_reference=is_reference, measured=sets, questions=load_questions()
     )
-    data["files"] = msgspec.to_builtins(files)
-    data["shipped"] = msgspec.to_builtins(shipped_files())
+    data["begin"] = sets[0].id if own.sets else None
+    data["problem"] = " ".join(own.problems) or None
     default = _REFERENCE if is_reference else calibration_path()
     data["calibration"]["path"] = str(calibration_file or default)
     content = render(data, calibration).encode()

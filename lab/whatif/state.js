@@ -157,11 +157,8 @@ const State = (() => {
   function encode(data, state) {
     const standard = defaults(data);
     const parts = [];
-    // Dropped files stay in this page: nobody else's has them.
-    const isDropped = data.measured.some((set) => set.id === state.measured && set.isDropped);
-    const shared = isDropped ? { ...state, measured: null } : state;
     for (const [name, field] of Object.entries(FIELDS)) {
-      const text = textOf(field, shared[name]);
+      const text = textOf(field, state[name]);
       if (text === textOf(field, standard[name])) continue;
       parts.push(`${field.key}=${encodeURIComponent(text).replaceAll("%2C", ",")}`);
     }

@@ -289,7 +289,7 @@ const Words = (() => {
 
   /** Return what the published steps of the backend are of, if the state is not; else "". */
   function unchecked(data, state) {
-    const sets = data.measured.filter((set) => set.isPublished && set.family === state.backend);
+    const sets = data.measured.filter((set) => set.is_published && set.family === state.backend);
     const steps = sets.flatMap((set) => set.points);
     const nodes = steps.map((step) => step.nodes);
     const ranks = sets.flatMap((set) => set.points.map((point) => point.nodes * set.state.ranks_per_node));

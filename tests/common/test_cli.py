@@ -1,8 +1,10 @@
 """What the command line says about errors."""
 
+import shlex
+
 import pytest
 
-from common.cli import _explain
+from common.cli import _explain, main
 from common.errors import GroupError, UserError
 
 
@@ -22,3 +24,14 @@ def test_what_the_command_line_says_about_an_error(error, said):
     explained = _explain(error)
     assert (explained is None) == (said is None)
     assert said is None or (explained or "").startswith(said)
+
+
+def test_the_commands_that_start_ranks_can_be_copied_from_a_folder_with_a_blank(capsys):
+    path = "/my lab/PartTwo/main.py"
+    choices = ("gather_scatter",)
+    assert main("PartTwo", path=path, description="", sync_choices=choices, arguments=[]) == 2
+    commands = [shlex.split(line) for line in capsys.readouterr().err.splitlines() if path in line]
+    assert [words[:2] for words in commands] == [["python", path]] * 3 + [
+        ["torchrun", "--nproc-per-node"]
+    ]
+    assert commands[-1][-1] == path

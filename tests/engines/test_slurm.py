@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -213,14 +214,14 @@ def test_two_ranks_a_node_train_as_four_do_and_know_their_nodes(jobs, alone):
 
 def test_the_doctor_names_ranks_that_srun_has_dealt_out_in_turn(jobs, tmp_path):
     doctor = (
-        f"{sys.executable} -m lab doctor --dataset digits --json --master-ip $MASTER "
+        f"{shlex.quote(sys.executable)} -m lab doctor --dataset digits --json --master-ip $MASTER "
         "--num-nodes $SLURM_NTASKS --rank $SLURM_PROCID"
     )
     script = tmp_path / "job.sh"
     script.write_text(
         "#!/bin/sh\nname=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)\n"
         "export MASTER=$(scontrol show node -o $name | sed 's/.* NodeAddr=\\([^ ]*\\).*/\\1/')\n"
-        f"srun --distribution=cyclic --output {tmp_path}/%t.json sh -c '{doctor}'\n"
+        f"srun --distribution=cyclic --output {tmp_path}/%t.json sh -c {shlex.quote(doctor)}\n"
     )
     options = ("--nodes=2", "--ntasks-per-node=2", "--output", tmp_path / "out")
     job = jobs.slurm.sbatch(*options, script)

@@ -1,5 +1,7 @@
 """``launch/slurm-compare.sbatch`` runs a plan as a job array; the report merges the runs."""
 
+import shlex
+
 import pytest
 
 from lab.compare.jobs import how_to_run, merge_results, plan_comparison, planned_runs
@@ -59,7 +61,7 @@ def test_what_cannot_run_says_so_once_and_the_report_names_it(slurm, folder):
 
 @pytest.mark.timeout(400)
 def test_an_array_does_the_plan_and_again_what_is_missing(slurm, folder):
-    line = how_to_run(planned_runs(folder, read_comparison(folder / "results.json"))).split()
+    line = shlex.split(how_to_run(planned_runs(folder, read_comparison(folder / "results.json"))))
     assert line[1:3] == ["--nodes=2", "--array=0-1%1"]
     array = submit(slurm, " ".join(line[1:3]), folder)
     for number in range(2):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -130,7 +131,7 @@ def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(machines, tm
 BROKE = (255, "error: the connection to node 0 (node1) broke after ")
 ENDS = {
     "failure": (7, "error: node 1 ended with status 7: up (host node2; output: "),
-    "interrupt": (130, "interrupted: all processes on all hosts have ended"),
+    "interrupt": (130, "interrupted: all processes on all nodes have ended"),
     "terminate": (143, "ended by SIGTERM: all processes"),
     "kill": (137, ""),
     "cut": BROKE,
@@ -235,8 +236,9 @@ def test_the_ranks_of_a_launch_have_a_token_which_nobody_else_sees(machines, tmp
     monkeypatch.setenv("LAB_RUN_TOKEN", "the-token-of-this-launch")
     shown = 'test -n "$LAB_RUN_TOKEN" && ! ps -ef | grep -v grep | grep -q "$LAB_RUN_TOKEN"'
     logs = tmp_path / "logs"
+    program = shlex.quote(f"{ROOT}/tests/helpers/tokens.py")
     for drop in (-1, 1):
-        command = f"{shown} && python {ROOT}/tests/helpers/tokens.py {flags} --drop {drop}"
+        command = f"{shown} && python {program} {flags} --drop {drop}"
         status, output = launch(machines, logs, command)
         assert status == 0, output
         assert len(set(re.findall(r"token (\w{64})", output))) == 1, output

@@ -9,6 +9,7 @@ interpreter, and runs the script.
 import multiprocessing
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -92,7 +93,7 @@ def _declare(case, text):
         finds=frozenset(finds.split("|")) - {""},
         notices=frozenset(declared.get("notices", "").split()),
         sizes=tuple(map(int, declared.get("ranks", "2 3").split())),
-        command=command.replace("{own_flags}", OWN_FLAGS).replace("{repo}", str(ROOT)),
+        command=command.replace("{own_flags}", OWN_FLAGS).replace("{repo}", shlex.quote(str(ROOT))),
         flags=declared.get("flags", case.flags),
         verdict=declared.get("verdict", "no" if finds else "yes"),
         together="together" in declared,
@@ -142,7 +143,8 @@ def run_script(
     wait_for_fork_server()
     (folder / "records").mkdir(parents=True, exist_ok=True)
     (folder / "main.py").write_text(text, encoding="utf-8")
-    words = [str(folder / "main.py") if word == "{script}" else word for word in command.split()]
+    typed = shlex.split(command)
+    words = [str(folder / "main.py") if word == "{script}" else word for word in typed]
     given = RunSettings(**{"limit_seconds": 60, "cwd": folder} | settings)
     return run_audit_size(
         AuditCommand(tuple(words)), size, folder / "records", given, start=start, network=network

@@ -18,7 +18,7 @@ _LIMIT = 60.0
 # In the page's order; those after them reach the page's elements at once.
 _WITHOUT_ELEMENTS = (
     *("plans", "engine", "timeline", "words", "state"),
-    *("files", "measured", "questions"),
+    *("measured", "questions"),
 )
 
 

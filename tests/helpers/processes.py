@@ -7,9 +7,11 @@ starts a new interpreter, as users do. Only forked programs know ``--model tiny`
 import contextlib
 import functools
 import os
+import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -204,6 +206,18 @@ def _become(program, cwd, env, out, err):
         del os.environ["OMP_NUM_THREADS"]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     program.run()
+
+
+def write_program(path, code):
+    """Write a program that runs Python code, and return its path.
+
+    The interpreter's path may have a blank, which a first line with it alone could not have: the
+    shell reads the second line as a command, and Python as a string.
+    """
+    start = f"'''exec' {shlex.quote(sys.executable)} \"$0\" \"$@\"\n' '''"
+    path.write_text(f"#!/bin/sh\n{start}\n{code}")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
 
 
 def user_environment(**more):

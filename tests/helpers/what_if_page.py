@@ -1,6 +1,5 @@
 """What tests do on the page of ``lab whatif``, in a Page of playwright."""
 
-from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Page
@@ -78,12 +77,3 @@ def rows(page: Page, state: dict[str, Any]) -> list[dict[str, Any]]:
         }}""",
         state,
     )
-
-
-def drop(page: Page, paths: list[Path]) -> None:
-    """Drop files or folders onto the page, as from a file manager."""
-    session = page.context.new_cdp_session(page)
-    data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
-    for kind in ("dragEnter", "dragOver", "drop"):
-        session.send("Input.dispatchDragEvent", {"type": kind, "x": 200, "y": 300, "data": data})
-    session.detach()

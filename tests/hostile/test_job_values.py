@@ -6,14 +6,13 @@ The real shells run the scripts' own text. tests/engines/test_slurm.py runs a wh
 import json
 import os
 import shutil
-import stat
 import subprocess
-import sys
 
 import pytest
 import yaml
 
 from tests.helpers.paths import ROOT
+from tests.helpers.processes import write_program
 
 VALUES = [
     "plain",
@@ -26,13 +25,6 @@ VALUES = [
     "100%t",
     "ünï → 水",
 ]
-
-
-def program(path, code):
-    """Write a program that runs Python code."""
-    path.write_text(f"#!{sys.executable}\n{code}")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 def output_of(command, cwd, **variables):
@@ -56,7 +48,7 @@ def test_slurm_reads_the_folders_of_the_flags_as_they_are(value, tmp_path):
     run = output / "PartTwo-all_reduce" / "mine"
     run.mkdir(parents=True)
     (run / "config.json").touch()
-    python = program(
+    python = write_program(
         tmp_path / "python",
         "import json, os, sys\n"
         "if sys.argv[-1] != '--print-config':\n"
@@ -89,7 +81,7 @@ def test_a_trainjob_passes_its_args_on_as_they_are(value, tmp_path):
         for document in yaml.safe_load_all((ROOT / "launch" / "trainjob.yaml").read_text())
         if document["kind"] == "TrainJob"
     ]
-    program(tmp_path / "torchrun", "import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    write_program(tmp_path / "torchrun", "import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     printed = output_of(
         [*trainer["command"], "PartThree/main.py", f"--output-dir={value}", value],
         tmp_path,

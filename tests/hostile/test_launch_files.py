@@ -3,8 +3,6 @@
 import io
 import json
 import shutil
-import stat
-import sys
 import tarfile
 
 import msgspec
@@ -16,6 +14,7 @@ from lab.ssh.collect import _received, _store, wanted_runs
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts, ssh_command
 from lab.ssh.record import newest_launch, read_launch, write_launch
 from tests.helpers.hostile import CASES, altered, damaged, run_cases, untouched
+from tests.helpers.processes import write_program
 
 LAUNCH = {
     "format": 1,
@@ -84,16 +83,15 @@ def ssh_that_obeys(tmp_path, monkeypatch):
     """Put a fake ssh in PATH that runs what real options would run, and records its words."""
     fake = tmp_path / "bin" / "ssh"
     fake.parent.mkdir()
-    fake.write_text(
-        f"#!{sys.executable}\n"
+    write_program(
+        fake,
         "import os, sys\n"
         f"open({str(tmp_path / 'words')!r}, 'a').write(repr(sys.argv) + chr(10))\n"
         "for word in sys.argv:\n"
         "    if word.lower().startswith('proxycommand='):\n"
         "        os.system(word.partition('=')[2])\n"
-        "sys.exit(255)\n"
+        "sys.exit(255)\n",
     )
-    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(fake.parent), prepend=":")
     return tmp_path
 

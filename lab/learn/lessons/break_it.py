@@ -42,7 +42,7 @@ def check(student: StudentFile, say: Say) -> float:
         if fault == "slow" and "loopback" in options:
             return RECORDED_RATIO
         disturb = partial(_disturb, fault, node)
-        printed = run_on_nodes(student.path, NODES, STEPS, disturb=disturb, **options)
+        printed = run_on_nodes(student.path, NODES, [STEPS], disturb=disturb, **options)
         ends = "\n".join(f"  {text.splitlines()[-1]}" for text in printed)
         [found] = student.on_ranks(1, _find_culprit, printed)
         if found != culprit:

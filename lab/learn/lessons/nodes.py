@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ _GRACE_SECONDS = 3.0
 def run_on_nodes(
     program: Path,
     nodes: int,
-    arguments: str = "",
+    arguments: Sequence[str] = (),
     *,
     disturb: Callable[[Cluster], object] = lambda cluster: None,
     **options: Any,
@@ -29,9 +29,10 @@ def run_on_nodes(
 
     Raises UserError or GroupError without an emulated cluster, Mistake if a program does not end.
     """
-    command = f"{sys.executable} {program} {{master}}:{{port}} {{nodes}} {{rank}} {arguments}"
+    places = ("{master}:{port}", "{nodes}", "{rank}")
+    command = [sys.executable, str(program), *places, *arguments]
     with tempfile.TemporaryDirectory() as logs, Cluster(nodes, **options) as cluster:
-        cluster.start(command.split(), logs=Path(logs))
+        cluster.start(command, logs=Path(logs))
         disturb(cluster)
         try:
             cluster.wait(limit_seconds=_LIMIT_SECONDS, grace_seconds=_GRACE_SECONDS)

@@ -42,7 +42,7 @@ def test_statuses_are_by_rank_and_failures_in_the_order_of_their_ends(tmp_path):
             python(f"import sys; open({str(failed)!r}, 'w'); sys.exit(7)"),
         ]
     )
-    assert exits == RankExits(statuses=(3, 0, 7), failed=(2, 0), timed_out=False)
+    assert exits == RankExits(statuses=(3, 0, 7), failed=(2, 0))
 
 
 FAILS, ENDS = "import sys; sys.exit(1)", "pass"
@@ -55,24 +55,15 @@ KILLED = -signal.SIGKILL
     ("codes", "limits", "expected", "least_seconds"),
     [
         # ranks that end well wait for one another
-        (["import time; time.sleep(0.6)", ENDS], {}, RankExits((0, 0), (), False), 0.6),
+        (["import time; time.sleep(0.6)", ENDS], {}, RankExits((0, 0), ()), 0.6),
         # a rank killed by a signal has its negative number
-        ([ABORTS], {}, RankExits((-signal.SIGABRT,), (0,), False), 0),
+        ([ABORTS], {}, RankExits((-signal.SIGABRT,), (0,)), 0),
         # after the first failure the others have a grace period to fail, too; then they are killed
         (
             [SLEEP, FAILS, FAILS_LATER],
             {"grace_seconds": 2.0},
-            RankExits((KILLED, 1, 2), (1, 2), False),
+            RankExits((KILLED, 1, 2), (1, 2)),
             2.0,
-        ),
-        # the limit ends all, and no rank has failed
-        ([SLEEP, ENDS], {"limit_seconds": 2.0}, RankExits((KILLED, 0), (), True), 2.0),
-        # a failure before the limit is no timeout, and the limit also ends the grace period
-        (
-            [SLEEP, FAILS],
-            {"limit_seconds": 1.5, "grace_seconds": LONG},
-            RankExits((KILLED, 1), (1,), False),
-            0,
         ),
     ],
 )
@@ -102,7 +93,6 @@ def test_a_stop_lets_the_ranks_save_and_end(tmp_path):
         received=lambda: [signal.SIGTERM] if all(path.exists() for path in ready) else [],
     )
     assert exits.statuses == (75, 75)
-    assert not exits.timed_out
     assert sorted(path.name for path in tmp_path.glob("*.saved")) == ["0.saved", "1.saved"]
 
 
@@ -116,7 +106,7 @@ def test_a_rank_that_ignores_the_stop_is_killed_after_the_grace_period(tmp_path)
         save_seconds=1.0,
         received=lambda: [signal.SIGTERM] if ready.exists() else [],
     )
-    assert exits == RankExits((-signal.SIGKILL,), (), False)
+    assert exits == RankExits((-signal.SIGKILL,), ())
 
 
 PARENT = """
@@ -129,7 +119,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("ends_by", ["limit", "failure", "exception"])
+@pytest.mark.parametrize("ends_by", ["failure", "exception"])
 def test_nothing_is_left_of_a_rank_and_its_children(tmp_path, ends_by):
     pids = tmp_path / "pids"
 
@@ -142,12 +132,7 @@ def test_nothing_is_left_of_a_rank_and_its_children(tmp_path, ends_by):
     if ends_by == "failure":
         commands.append(waits_for(pids, then="sys.exit(1)"))
     try:
-        run_local_ranks(
-            commands,
-            limit_seconds=3.0 if ends_by == "limit" else LONG,
-            grace_seconds=0.2,
-            received=received,
-        )
+        run_local_ranks(commands, grace_seconds=0.2, received=received)
     except KeyboardInterrupt:
         assert ends_by == "exception"
     else:

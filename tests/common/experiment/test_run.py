@@ -68,6 +68,46 @@ def test_part_one_without_a_flag_for_the_group(tmp_path):
     assert re.match(r"^Epoch: 1, Train Loss: ", (folder / "logs_rank0.txt").read_text())
 
 
+# For several ranks, emulation, --ema, --timeline and strategies that use buffers.
+NOT_FOR_ONE_PROCESS = {
+    "common.emulation",
+    "common.distributed.gpus",
+    "common.distributed.meeting",
+    "common.models.resnet",
+    "common.profiling.comm_trace",
+    "common.sync.all_reduce",
+    "common.sync.backward_buckets",
+    "common.sync.flat_buffer",
+    "common.sync.optimizer_shards",
+    "common.training_engine.claim",
+    "common.training_engine.ema",
+}
+
+
+SHOW_IMPORTS = """
+import sys
+from common import cli
+
+def show(status):
+    print("imported:", *sys.modules)
+    return status
+
+cli.end_process = show  # in place of the exit at the end of a run
+sys.exit(cli.part_one())
+"""
+
+
+def test_one_process_imports_only_what_it_uses(tmp_path):
+    """From the first line to the report, in an interpreter of its own."""
+    flags = ["--dataset", "digits", "--batch-size", "8", "--max-steps", "1", "--threads", "1"]
+    command = [sys.executable, "-c", SHOW_IMPORTS, *flags]
+    ended = Started(command, cwd=tmp_path, env=user_environment(PYTHONPATH=str(ROOT))).end()
+    assert ended.status == 0, ended.err[-3000:]
+    imported = set(re.search("^imported: (.*)$", ended.out, re.MULTILINE)[1].split())
+    assert {"common.models.vgg", "common.sync.none", "common.reporting.plots"} <= imported
+    assert imported & NOT_FOR_ONE_PROCESS == set()
+
+
 def test_the_end_of_a_run_has_the_numbers_of_its_report(tmp_path):
     """Times are means over the ranks, and the mean iteration leaves out the first step alone."""
     flags = (*QUICK, *TINY, "--sync", "gather_scatter", "--timeline")

@@ -253,7 +253,7 @@ def steps_taking(seconds):
 
 def test_medians_leave_out_warm_up_and_timeline_and_see_what_happens_every_few_steps():
     steps = steps_taking([9.0, 0.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0, 4.0, 50.0])
-    kept = timed(steps, 1, Timeline(10, 10))
+    kept = timed(steps, 1, Timeline(10, 10).to_record)
     assert [step.step for step in kept] == list(range(2, 10))
     assert median_seconds(kept).sync == 0.0, "most steps send nothing"
     medians = median_seconds(kept, period=4)

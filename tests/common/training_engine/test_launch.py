@@ -298,7 +298,7 @@ def test_the_rank_to_blame_is_named(monkeypatch, outcomes, failed, rank, words):
             if outcome is not None:
                 path = launch.outcome_file(Path(commands[0][-2]), number)
                 path.write_bytes(cloudpickle.dumps(outcome))
-        return spawn.RankExits((-9, -9), tuple(failed), timed_out=False)
+        return spawn.RankExits((-9, -9), tuple(failed))
 
     monkeypatch.setattr(launch, "run_local_ranks", ranks)
     with pytest.raises(WorkerError, match=words) as caught:

@@ -89,7 +89,7 @@ def test_how_long_a_rank_may_run_after_the_first_has_ended(first, looks, ended_b
 
     waited = wait_for_ranks(statuses, grace_seconds=-1, limit_seconds=LONG)
     assert len(looked) == looks
-    assert waited == (ended_badly, False)
+    assert waited == ended_badly
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_the_first_signal_is_passed_on_once(signals, looks):
     )
     assert len(looked) == looks
     assert passed_on == signals[:1]
-    assert waited == ([0] if looks == LOOKS else [], False)
+    assert waited == ([0] if looks == LOOKS else [])
 
 
-def test_a_limit_without_failure_is_told():
-    assert wait_for_ranks(lambda: [0, None], limit_seconds=-1) == ([], True)
-    assert wait_for_ranks(lambda: [3, None], limit_seconds=-1) == ([0], False)
+def test_a_limit_ends_the_wait():
+    assert wait_for_ranks(lambda: [0, None], limit_seconds=-1) == []
+    assert wait_for_ranks(lambda: [3, None], limit_seconds=-1) == [0]
 
 
 def test_daemon_threads_begin_in_order_and_end_with_their_object():

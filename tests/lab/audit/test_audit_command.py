@@ -13,7 +13,8 @@ from tests.helpers.audited import BY_FLAGS, CASES
 
 @pytest.mark.slow
 def test_a_right_script_and_its_json(tmp_path, audit):
-    words = BY_FLAGS.replace("{script}", f"{FOLDER}/right_ddp.py").split()
+    right = str(FOLDER / "right_ddp.py")
+    words = [right if word == "{script}" else word for word in BY_FLAGS.split()]
     files = ("--json", "a.json", "--html", "a.html")
     status, out, _ = audit(*files, "--keep", "kept", "--", *words)
     assert status == 0, out

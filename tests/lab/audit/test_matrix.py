@@ -6,6 +6,7 @@ run, not what a run saves or what a right script could have meant.
 """
 
 import os
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -100,7 +101,7 @@ def test_finds_the_same_on_every_number_of_ranks(case, tmp_path):
 @parameters([{one.name: one for one in CASES}[name] for name in IN_OTHER_TORCH.split()])
 def test_finds_the_same_with_another_torch(case, tmp_path):
     """``lab`` runs here; the script runs in the other interpreter, on 2 ranks."""
-    command = f"{OTHER_PYTHON} {case.command.partition(' ')[2]}"
+    command = f"{shlex.quote(OTHER_PYTHON)} {case.command.partition(' ')[2]}"
     assert not mistakes(case, [record_case(replace(case, command=command), 2, tmp_path)])
 
 
@@ -129,7 +130,7 @@ def test_the_old_lines_of_an_edit_stand_exactly_once_in_its_base(edit, times):
 )
 def test_a_planted_mistake_is_found(name, tmp_path):
     finding, size, flags = FOUND[name]
-    command = f"python {ROOT}/PartTwo/main.py {OWN_FLAGS} {flags}"
+    command = f"python {shlex.quote(str(ROOT))}/PartTwo/main.py {OWN_FLAGS} {flags}"
     case = Case(name, finds=frozenset(finding.split("|")), command=command, plant=name)
     assert not mistakes(case, [record_case(case, size, tmp_path)])
 

@@ -102,7 +102,8 @@ print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.
 
 @pytest.mark.slow
 def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(tmp_path):
-    end = run(tmp_path, f"import sys\nif sys.argv[4] == '1': raise ValueError('mine')\n{STUBBORN}")
+    script = f"import sys\nif sys.argv[4] == '1': raise ValueError('mine')\n{STUBBORN}"
+    end = run(tmp_path / "my lab ü", script)
     assert (end.statuses, end.hung, list(end.failed)) == ((None, 1), None, [1])
     assert "ValueError: mine" in end.output(1)
 

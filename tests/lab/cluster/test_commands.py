@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -70,7 +71,7 @@ def test_the_ranks_of_a_node_share_its_network_and_are_told_apart(lab):
 @needs_namespaces
 def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(lab):
     """A rank without the token is refused; with it the same command works."""
-    program = ROOT / "tests" / "helpers" / "tokens.py"
+    program = shlex.quote(str(ROOT / "tests" / "helpers" / "tokens.py"))
     flags = "--master-ip {master} --master-port {port} --num-nodes {nodes} --rank {rank}"
     told = {}
     listening = "until ss -ltnH | grep .; do sleep 0.05; done"  # in vain on node 1
@@ -172,9 +173,10 @@ ENDS = {  # the command's last words, the signal to lab, and lab's exit status
     "failure": ("exit 3", None, 3),
     "interrupt": ("trap 'echo saved; exit' INT; sleep {mark} & wait", signal.SIGINT, 130),
     "kill": ("sleep {mark}", signal.SIGKILL, -9),
-    "terminate": ("sleep {mark}", signal.SIGTERM, -15),
+    "save": ("trap 'echo saved; exit 75' TERM; sleep {mark} & wait", signal.SIGTERM, 75),
+    "terminate": ("sleep {mark}", signal.SIGTERM, 143),
 }
-SLOW = {"namespaces": ("well", "terminate"), "loopback": ("well", "failure", "interrupt")}
+SLOW = {"namespaces": ("well", "save", "terminate"), "loopback": ("well", "failure", "interrupt")}
 
 
 @pytest.mark.parametrize(
@@ -228,6 +230,9 @@ def test_nothing_is_left_behind(lab, place, end):
         assert not any(left()), left()
     if end == "interrupt":
         assert "interrupted: all processes on all nodes have ended" in output
+    if end == "save":
+        assert "after saving a checkpoint; resume with" in output
+    if end in ("interrupt", "save"):
         assert output.count("| saved") == 3, "each node got the signal"
 
 

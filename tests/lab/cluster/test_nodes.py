@@ -234,7 +234,9 @@ def test_a_forked_program_ends_as_a_fresh_one_does(tmp_path, text, status, told,
     path = script(tmp_path, text)
     assert run(forking, "python", path, nodes=[0], logs=tmp_path) == [status]
     if told is not None:
-        assert (tmp_path / "node0.log").read_text().strip() == told.replace("{script}", path)
+        printed = (tmp_path / "node0.log").read_text().strip()
+        underlined = r"^ +[~^]+\n"  # Python 3.13 marks more lines of a traceback than 3.11
+        assert re.sub(underlined, "", printed, flags=re.MULTILINE) == told.replace("{script}", path)
 
 
 def test_modules_and_threads(tmp_path, forking):

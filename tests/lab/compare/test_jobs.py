@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from functools import partial
@@ -98,6 +99,14 @@ def test_a_plan_has_the_runs_in_turns_and_goes_on(tmp_path, monkeypatch, capsys)
     assert "sbatch --nodes" not in out
     assert f"lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R" in out
     assert merged(folder).warnings[-1].endswith("--rank R with K = 0-5")
+
+
+def test_what_a_plan_prints_can_be_copied_from_a_folder_with_a_blank(tmp_path):
+    folder = plan(tmp_path / "my reports")
+    printed = jobs.describe_plan(folder, merged(folder))
+    slurm, by_hand, report = (shlex.split(line, comments=True) for line in printed[-3:])
+    assert (slurm[-1], by_hand[4:6]) == (str(folder), [str(folder), "--run"])
+    assert report[-3:] == ["lab", "report", str(folder)]
 
 
 def test_plans_of_other_code_and_comparisons_of_this_machine_are_left_alone(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from lab.predict.fitting import fit
 from lab.predict.observed import read_observed
 from lab.predict.tables import interval
 from lab.predict.validation import fitted_without_each, shipped_rows
+from tests.lab.predict.measured_runs import run_folder
 
 OWN_STEP = ["--step-time", "2.522s", "--batch", "256", "--model", "vgg11", "--scaling", "strong"]
 ON_LINKS = ["--nodes", "4", "--rate", "10gbit", "--backend", "gloo"]
@@ -29,31 +30,6 @@ def table(folder, text):
     path = folder / "observed.csv"
     path.write_text(text)
     return path
-
-
-def run_folder(folder, *, nodes=(0, 1, 2, 3), config=None, **changes):
-    """Write what a run of one rank for each of these nodes leaves, as far as it is read."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config or {}))
-    summary = {"sync": "all_reduce", "model": "vgg11", "global_batch_size": 256}
-    summary |= {"step_seconds": 1.3} | changes
-    (folder / "summary.json").write_text(json.dumps(summary))
-    seconds = dict.fromkeys(("data", "forward", "backward", "sync", "update", "wait", "wire"), 0.1)
-    ranks = [
-        {
-            "rank": rank,
-            "host": "host",
-            "node": node,
-            "threads": 1,
-            "seconds": seconds | {"step": 1.3},
-            "peak_memory_bytes": 1,
-            "bytes_sent": 1.0,
-            "messages": 1.0,
-        }
-        for rank, node in enumerate(nodes)
-    ]
-    (folder / "ranks.json").write_text(json.dumps({"format": 1, "ranks": ranks}))
-    return folder
 
 
 def test_one_measured_step_moves_all_of_its_cluster(tmp_path, capsys):

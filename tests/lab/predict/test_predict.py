@@ -48,8 +48,8 @@ def table(nodes, strategies, **changes):
 
 def predict(*words, links="--rate 1gbit --latency 0.2ms"):
     """Run ``lab predict`` with the reference calibration; return its exit status."""
-    flags = f"predict --calibration {reference_path()} --nodes 8 {links}".split()
-    return main([*flags, *map(str, words)])
+    reference = ("--calibration", str(reference_path()))
+    return main(["predict", *reference, "--nodes", "8", *links.split(), *map(str, words)])
 
 
 def test_speedup_and_efficiency_are_those_of_the_step_times():

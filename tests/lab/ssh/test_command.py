@@ -67,6 +67,13 @@ def test_each_host_gets_its_place_as_the_command_takes_it(command, there):
     assert filled(command) == there
 
 
+def test_torchrun_is_recognised_in_a_folder_with_a_blank():
+    for start in (["/my lab/torchrun"], ["/my lab/python3", "-m", "torch.distributed.run"]):
+        read = read_command([*start, "PartThree/main.py"], nodes=2, port=None)
+        assert [*read.words[: len(start)], read.words[-1]] == [*start, "PartThree/main.py"]
+        assert "--node-rank={rank}" in read.words
+
+
 def test_a_port_that_is_given_goes_to_the_parts():
     assert filled("python PartTwo/main.py", port=29600).endswith("--rank 1 --master-port 29600")
     assert filled("echo {port}", port=29600) == "echo 29600"

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -24,7 +25,7 @@ from lab.ssh.hosts import Host, SSHOptions, ssh_command
 from lab.ssh.node import READY, RESULT, send_runs
 from tests.helpers import LONG, ROOT, free_port, start_lab, wait_until
 
-THERE = f"--python {sys.executable}".split()
+THERE = ("--python", sys.executable)
 
 
 def lives(process):
@@ -232,8 +233,9 @@ def test_a_slow_line_is_no_broken_connection(ssh_here, capsys):
         "import os,time\n"
         "while piece := os.read(0, 20_000): os.write(1, piece); time.sleep(len(piece) / 200_000)"
     )
+    throttled = f"{shlex.quote(sys.executable)} {throttle}"
     (ssh_here / "bin" / "ssh").write_text(
-        f'#!/bin/sh\nfor last; do :; done\nsh -c "$last" | {sys.executable} {throttle}\n'
+        f'#!/bin/sh\nfor last; do :; done\nsh -c "$last" | {throttled}\n'
     )
     content = os.urandom(250_000).hex()
     make_run(ssh_here / "there", **{"config.json": content})
@@ -268,7 +270,7 @@ def test_a_launch_that_ends_at_once_leaves_nothing(ssh_here, end):
 def test_a_host_without_a_checkout_is_one_message(ssh_here, capsys):
     (ssh_here / "empty").mkdir()
     python = ssh_here / "python"  # one in which the project isn't installed
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -ES "$@"\n')
     python.chmod(0o755)
     for folder, told in (("empty", "the folder has no checkout"), ("none", "there is no folder")):
         words = ["launch", "--hosts", "a", "--workdir", str(ssh_here / folder)]

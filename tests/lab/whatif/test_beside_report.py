@@ -35,11 +35,27 @@ def test_a_report_has_the_page_with_its_own_steps(tmp_path, linked):
     assert len(text) < 600_000
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
     data = json.loads(found[1])
-    [file] = data["files"]
-    assert file["path"] == "my comparison/results.json"
-    cells = json.loads(file["text"])["cells"]
-    expected = read_comparison(SHIPPED / "results.json").cells
-    assert [cell["median"]["step"] for cell in cells] == [cell.medians.step for cell in expected]
+    own = data["measured"][0]
+    assert data["begin"] == own["id"] == "my-comparison"
+    measured = {point["strategy"]: point["seconds"] for point in own["points"]}
+    cells = read_comparison(SHIPPED / "results.json").cells
+    assert measured == {cell.sync: cell.medians.step for cell in cells if cell.nodes == 4}
+
+
+def test_a_comparison_on_one_machine_has_a_page_that_says_why_nothing_is_drawn(tmp_path, linked):
+    content = json.loads((SHIPPED / "results.json").read_text())
+    for cell in content["cells"]:
+        cell["rate"] = None
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(content))
+    assert main(["report", str(folder)]) == 0
+    assert linked == ["whatif.html"]
+    text = (folder / "whatif.html").read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    data = json.loads(found[1])
+    assert data["begin"] is None
+    assert data["problem"].startswith("alone has no step on two or more nodes")
 
 
 @pytest.mark.slow

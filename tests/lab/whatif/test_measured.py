@@ -1,67 +1,31 @@
-"""Measured steps in the page: what is published, and the reader's own files."""
+"""Measured steps in the page: what is published, and what a set shows."""
 
 import json
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from common.errors import UserError
-from lab.comparison import record
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import published_path, read_published
 from lab.predict.tables import message_plans, predict_table
 from lab.whatif.data import page_data
-from lab.whatif.measured import (
-    comparison_file,
-    files_of,
-    published_sets,
-    shipped_files,
-)
+from lab.whatif.measured import published_sets
+from lab.whatif.own_steps import shipped_sets
 from lab.whatif.page import scenario_of
 from tests.helpers import ROOT
 from tests.helpers.node import needs_node, run_scripts
 
 SHIPPED = ROOT / "reports" / "samples" / "compare-digits-1gbit" / "results.json"
-READ = "given.drops.map((files) => MeasuredFiles.readTexts(given.data, files))"
-TABLE = """nodes,strategy,global_batch,step_seconds,ranks_per_node,rate
-# measured at night
-1,none,256,1.9,,
-2,ddp,256,1.2,1,10
-4,ddp,256,0.8,1,10gbit
-4,"all_reduce",256,1.05,1,10000mbit
-"""
-SUMMARY = {"sync": "ddp", "model": "vgg11", "global_batch_size": 128, "step_seconds": 0.5}
-RANKS = {"format": 1, "ranks": [{"rank": 0, "host": "a"}, {"rank": 1, "host": "b"}]}
 
 
 @pytest.fixture(scope="module")
 def data():
     """Return the page's data, through JSON as in the page."""
     calibration = load_calibration(reference_path())
-    measured = msgspec.to_builtins(published_sets())
-    found = page_data(calibration, is_reference=True, measured=measured)
+    sets = [*shipped_sets(), *published_sets()]
+    found = page_data(calibration, is_reference=True, measured=sets)
     return json.loads(json.dumps(found))
-
-
-def file(path, content):
-    """Return a dropped file; content : its text, or JSON values."""
-    text = content if isinstance(content, str) else json.dumps(content)
-    return {"path": path, "text": text}
-
-
-def comparison(**changes):
-    """Return the content of the shipped results.json with other entries."""
-    return json.loads(SHIPPED.read_text()) | changes
-
-
-def with_cells(change):
-    """Return the shipped comparison, each cell changed by a function."""
-    content = comparison()
-    for cell in content["cells"]:
-        change(cell)
-    return content
 
 
 # -- published ----------------------------------------------------------------------------------
@@ -141,322 +105,6 @@ def test_a_rate_that_nobody_stated_limits_nothing():
     assert "not stated" not in stated.about
 
 
-# -- the reader's files, checked in Python ------------------------------------------------------
-
-
-def test_a_comparison_is_embedded_without_its_runs():
-    found = comparison_file(record.read_comparison(SHIPPED), "mine")
-    assert found.path == "mine/results.json"
-    assert len(found.text) < len(SHIPPED.read_text()) / 10
-    content = json.loads(found.text)
-    medians = [cell["median"]["step"] for cell in content["cells"]]
-    assert medians == [cell["median"]["step"] for cell in comparison()["cells"]]
-    assert [len(cell["repeats"][0]["ranks"]) for cell in content["cells"]] == [1, 4, 4, 4, 4]
-
-
-def test_files_of_the_reader(tmp_path):
-    table = tmp_path / "observed.csv"
-    table.write_text(TABLE)
-    run = tmp_path / "run"
-    run.mkdir()
-    written = {"summary.json": SUMMARY, "ranks.json": real_ranks(), "config.json": {}}
-    for name, content in written.items():
-        (run / name).write_text(json.dumps(content))
-    found = files_of([SHIPPED, SHIPPED.parent, table, run])
-    assert [each.path for each in found] == [
-        *["compare-digits-1gbit/results.json"] * 2,
-        "observed.csv",
-        *(f"{tmp_path.name}/run/{name}" for name in ("summary.json", "ranks.json", "config.json")),
-    ]
-    assert found[2].text == TABLE
-
-
-def real_ranks():
-    """Return ranks.json of two nodes with one rank each."""
-    content = comparison()
-    [cell] = [cell for cell in content["cells"] if cell["sync"] == "ddp"]
-    rows = cell["repeats"][0]["ranks"][:2]
-    return {
-        "format": 1,
-        "ranks": [row | {"host": host} for row, host in zip(rows, "ab", strict=True)],
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "named"),
-    [
-        ("none.csv", None, "none.csv"),
-        ("nowhere", None, "nowhere"),
-        ("bad.csv", "nodes,strategy\n", "global_batch"),
-        ("cut.json", '{"format": 1, "cells": [', "cut.json"),
-        ("new.json", json.dumps({"format": 2}), "new.json"),
-    ],
-)
-def test_a_wrong_file_is_named(tmp_path, name, text, named):
-    path = tmp_path / name
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UserError) as raised:
-        files_of([path])
-    assert named in str(raised.value)
-    assert "--fit" not in str(raised.value)
-
-
-# -- dropped files, read in JavaScript ----------------------------------------------------------
-
-
-@needs_node
-def test_the_format_is_that_of_the_record(data):
-    assert run_scripts("MeasuredFiles.FORMAT", {}) == record.FORMAT
-
-
-@needs_node
-def test_a_dropped_comparison_is_the_embedded_one(data):
-    whole = [file("compare-digits-1gbit/results.json", SHIPPED.read_text())]
-    embedded = msgspec.to_builtins(shipped_files())
-    in_folder = [*whole, file("compare-digits-1gbit/table.csv", "ranks,other\n1,2\n")]
-    in_folder.append(file("compare-digits-1gbit/runs/a/summary.json", "{"))
-    first, *others = run_scripts(READ, {"data": data, "drops": [whole, embedded, in_folder]})
-    assert others == [first, first]
-    [found] = first["sets"]
-    steps = {cell["sync"]: cell["median"]["step"] for cell in comparison()["cells"]}
-    assert {point["strategy"]: point["seconds"] for point in found["points"]} == {
-        name: steps[name] for name in ("gather_scatter", "all_reduce", "overlapped", "ddp")
-    }
-    own = steps["none"] - comparison()["cells"][0]["median"]["sync"]
-    expected = {
-        **{"model": "vgg11", "backend": "gloo", "rate_gbit": 1, "nodes": 4, "batch": 256},
-        **{"batch_size": 256, "scaling": "strong", "ranks_per_node": 1, "costs": "typical"},
-    }
-    assert expected.items() <= found["state"].items()
-    assert found["state"]["step_ms"] == pytest.approx(1e3 * own, rel=1e-3)
-
-
-@needs_node
-def test_cells_that_differ_become_sets_of_their_own(data):
-    def weak(cell):
-        cell["batch_size"] = 64 * cell["nodes"]
-
-    def faster(cell):
-        if cell["sync"] == "ddp":
-            cell["rate"] = 2.5e9
-
-    def two_ranks(cell):
-        if cell["nodes"] == 4:
-            cell.update(nodes=2, ranks_per_node=2)
-
-    def without_one(cell):
-        if cell["sync"] == "none":
-            cell["median"] = None
-
-    def on_hosts(cell):
-        cell["rate"] = None
-        for number, row in enumerate(cell["repeats"][0]["ranks"]):
-            row["host"] = f"node{number}"
-
-    twice = with_cells(weak)
-    twice["cells"] += [
-        cell | {"nodes": 2, "batch_size": 128} for cell in twice["cells"] if cell["nodes"] == 4
-    ]
-    contents = [twice, *map(with_cells, (faster, two_ranks, without_one, on_hosts))]
-    drops = [[file("results.json", content)] for content in contents]
-    answers = run_scripts(READ, {"data": data, "drops": drops})
-    assert [answer.get("problem") for answer in answers] == [None] * len(drops)
-    weakly, rates, pairs, alone, hosts = (
-        [found["state"] | {"points": len(found["points"])} for found in answer["sets"]]
-        for answer in answers
-    )
-    assert [(one["scaling"], one["batch_size"], one["points"]) for one in weakly] == [
-        ("weak", 64, 8)
-    ]
-    assert [(one["rate_gbit"], one["strategies"]) for one in rates] == [
-        (1, ["gather_scatter", "all_reduce", "overlapped"]),
-        (2.5, ["ddp"]),
-    ]
-    assert [(one["nodes"], one["ranks_per_node"]) for one in pairs] == [(2, 2)]
-    cells = [cell["median"] for cell in comparison()["cells"] if cell["nodes"] == 4]
-    computing = min(median["step"] - median["sync"] for median in cells)
-    assert alone[0]["batch"] == 64
-    assert alone[0]["step_ms"] == pytest.approx(1e3 * computing, rel=1e-4)
-    assert [one["nodes"] for one in hosts] == [4]
-    assert "rate_gbit" not in hosts[0]
-
-
-@needs_node
-def test_tables_and_runs(data):
-    run = [file("run/summary.json", SUMMARY), file("run/ranks.json", RANKS)]
-    other = [
-        file("x/b/summary.json", SUMMARY | {"sync": "ring", "backend": "nccl"}),
-        file("x/b/ranks.json", RANKS),
-    ]
-    drops = [
-        [file("observed.csv", TABLE)],
-        run,
-        [file("summary.json", SUMMARY), file("ranks.json", RANKS)],
-        [*run, *other, file("observed.csv", "\ufeff" + TABLE.replace("\n", "\r\n"))],
-    ]
-    sections = {"section_seconds": {"sync": 0.2}}
-    drops.append([file("r/summary.json", SUMMARY | sections), file("r/ranks.json", RANKS)])
-    table, one, single, three, computed = run_scripts(READ, {"data": data, "drops": drops})
-    [found] = table["sets"]
-    assert [(point["strategy"], point["nodes"]) for point in found["points"]] == [
-        *[("ddp", 2), ("ddp", 4), ("all_reduce", 4)]
-    ]
-    assert found["state"] == {
-        **{"ranks_per_node": 1, "scaling": "strong", "batch_size": 256, "nodes": 4},
-        **{"strategies": ["all_reduce", "ddp"], "focus": "ddp", "rate_gbit": 10},
-        **{"latency_us": None, "inside_gbit": None},
-        **{"costs": "typical", "step_ms": 1900, "batch": 256},
-    }
-    [found] = one["sets"]
-    assert found["points"] == [{"strategy": "ddp", "nodes": 2, "seconds": 0.5, "note": ""}]
-    assert "step_ms" not in found["state"], "nobody measured it"
-    assert "rate_gbit" not in found["state"]
-    assert found["state"]["backend"] == "gloo"
-    assert single["sets"][0]["state"] == found["state"]
-    [own] = computed["sets"]
-    expected = {"step_ms": 300, "batch": 64, "costs": "typical", "batch_size": 128}
-    assert expected.items() <= own["state"].items(), "what is left of a step without messages"
-    assert "less its exposed" in own["about"]
-    both = three["sets"]
-    assert [len(each["points"]) for each in both] == [3, 2]
-    assert "backend" not in both[1]["state"], "the two runs had two"
-    assert len({each["id"] for each in both}) == 2
-
-
-BAD = {
-    "empty": [file("results.json", "")],
-    "cut": [file("results.json", SHIPPED.read_text()[:5000])],
-    "a list": [file("results.json", "[1, 2]")],
-    "a number": [file("results.json", "7")],
-    "something else": [file("package.json", {"name": "x", "cells": 4})],
-    "a picture": [file("step_time.png", "\x89PNG\r\n\x1a\n\x00\x00")],
-    "a page": [file("report.html", "<!DOCTYPE html><p>report</p>")],
-    "newer": [file("results.json", comparison(format=2))],
-    "no format": [file("results.json", comparison(format=None))],
-    "no cells": [file("results.json", comparison(cells={}))],
-    "cells that are none": [file("results.json", comparison(cells=[3]))],
-    "nodes as text": [file("results.json", with_cells(lambda cell: cell.update(nodes="many")))],
-    "no step": [file("results.json", with_cells(lambda cell: cell["median"].update(step=0)))],
-    "a step of text": [
-        file("results.json", with_cells(lambda cell: cell["median"].update(step="1 s")))
-    ],
-    "a rate of nothing": [file("results.json", with_cells(lambda cell: cell.update(rate="fast")))],
-    "one machine": [file("results.json", with_cells(lambda cell: cell.update(rate=None)))],
-    "nothing measured": [file("results.json", with_cells(lambda cell: cell.update(median=None)))],
-    "another table": [file("table.csv", "ranks;step\n1;2\n")],
-    "no rows": [file("observed.csv", TABLE.splitlines()[0])],
-    "a cut row": [file("observed.csv", TABLE[:-20])],
-    "an unknown strategy": [file("observed.csv", TABLE.replace("ddp", "sorcery"))],
-    "a negative step": [file("observed.csv", TABLE.replace("1.2", "-1.2"))],
-    "half a node": [file("observed.csv", TABLE.replace("2,ddp", "2.5,ddp"))],
-    "no step time": [file("observed.csv", TABLE.replace("0.8", ""))],
-    "half a run": [file("run/summary.json", SUMMARY)],
-    "ranks alone": [file("ranks.json", RANKS)],
-    "a run on one machine": [
-        file("r/summary.json", SUMMARY),
-        file("r/ranks.json", {"ranks": [{"host": "a"}, {"host": "a"}]}),
-    ],
-    "uneven nodes": [
-        file("r/summary.json", SUMMARY),
-        file("r/ranks.json", {"ranks": [{"host": host} for host in "aab"]}),
-    ],
-    "an unfinished run": [
-        file("r/summary.json", SUMMARY | {"step_seconds": None}),
-        file("r/ranks.json", RANKS),
-    ],
-    "two runs without folders": [
-        *[file("summary.json", SUMMARY), file("ranks.json", RANKS)],
-        file("summary.json", SUMMARY),
-    ],
-    "an empty folder": [file("folder/notes.txt", "nothing")],
-    # Each made an error that nobody caught, or a reason that was none.
-    "a strategy that is an object": [
-        file("results.json", with_cells(lambda cell: cell.update(sync={"toString": 1})))
-    ],
-    "repeats that are none": [
-        file("results.json", with_cells(lambda cell: cell.update(rate=None, repeats={})))
-    ],
-    "runs that are none": [
-        file("results.json", with_cells(lambda cell: cell.update(rate=None, repeats=[None])))
-    ],
-    "a rank that is none": [
-        *[file("r/summary.json", SUMMARY), file("r/ranks.json", {"ranks": [None]})]
-    ],
-    "a huge step": [
-        file("results.json", with_cells(lambda cell: cell["median"].update(step=1e300)))
-    ],
-    "a rate of three parts": [file("observed.csv", TABLE.replace("10gbit", "1.2.3gbit"))],
-    "a format of text": [file("results.json", comparison(format="1"))],
-    "many nodes": [file("observed.csv", TABLE.replace("2,ddp", "5000,ddp"))],
-    "many rows": [file("observed.csv", TABLE + "4,ddp,256,0.8,1,10\n" * 20_000)],
-    "many cells": [file("results.json", comparison(cells=[{}] * 2001))],
-    "one good, one bad": [
-        file("results.json", SHIPPED.read_text()),
-        file("observed.csv", "nodes\n"),
-    ],
-}
-
-
-@needs_node
-def test_bad_files_are_refused_in_one_sentence(data):
-    answers = run_scripts(READ, {"data": data, "drops": list(BAD.values())})
-    for (kind, files), answer in zip(BAD.items(), answers, strict=True):
-        assert len(answer["sets"]) == (kind == "one good, one bad"), (kind, answer)
-        problem = answer["problem"]
-        assert problem.endswith("."), (kind, problem)
-        assert "\n" not in problem
-        assert len(problem) < 200, (kind, problem)
-        if "folder" not in kind:
-            names = {part for each in files for part in Path(each["path"]).parts}
-            assert any(name in problem for name in names | {"results.json", "run"}), (kind, problem)
-    problems = dict(zip(BAD, (answer["problem"] for answer in answers), strict=True))
-    assert "format 2" in problems["newer"]
-    assert "sorcery" in problems["an unknown strategy"]
-    assert "row 2" in problems["a negative step"]
-    assert "cut off" in problems["cut"]
-    assert "ranks.json" in problems["half a run"]
-    assert "1e+300, expected a number from 0.00001 to 1,000" in problems["a huge step"]
-    assert '"1.2.3gbit"' in problems["a rate of three parts"]
-    assert 'got "1", expected 1' in problems["a format of text"]
-    assert "4,096" in problems["many nodes"]
-    assert "20,004 rows" in problems["many rows"]
-    assert "2,001 cells" in problems["many cells"]
-    assert "observed.csv" in problems["one good, one bad"], "and the set of the other is there"
-
-
-@needs_node
-def test_a_table_of_the_most_rows_is_read_at_once(data):
-    """Grouping takes time with the rows, not with their square."""
-    rows = "".join(f"{nodes},ddp,256,0.8,1,10\n" for nodes in range(2, 2002))
-    expression = """(() => {
-      const before = performance.now();
-      const { sets } = MeasuredFiles.readTexts(given.data, given.files);
-      return { points: sets.map((set) => set.points.length), ms: performance.now() - before };
-    })()"""
-    given = {"data": data, "files": [file("observed.csv", TABLE.splitlines()[0] + "\n" + rows)]}
-    found = run_scripts(expression, given)
-    assert found["points"] == [2000]
-    assert found["ms"] < 500
-
-
-@needs_node
-def test_a_bad_file_of_the_reader_hides_no_other(data):
-    expression = """(() => {
-      const { data } = given;
-      Object.assign(data, { files: given.files, shipped: given.shipped });
-      Measured.prepare(data);
-      return { begin: data.begin, problem: data.problem, sets: data.measured.length };
-    })()"""
-    alone = with_cells(lambda cell: cell.update(rate=None))
-    files = [file("alone/results.json", alone), file("observed.csv", TABLE)]
-    shipped = msgspec.to_builtins(shipped_files())
-    found = run_scripts(expression, {"data": data, "files": files, "shipped": shipped})
-    assert found["begin"] == "observed.csv"
-    assert "alone" in found["problem"]
-    assert found["sets"] == len(data["measured"]) + 2
-
-
 # -- what a set shows ---------------------------------------------------------------------------
 
 
@@ -464,8 +112,6 @@ def test_a_bad_file_of_the_reader_hides_no_other(data):
 def test_points_stand_where_the_settings_are_theirs(data):
     expression = """(() => {
       const { data } = given;
-      data.shipped = given.shipped;
-      Measured.prepare(data);
       const [set] = data.measured;
       const state = { ...State.defaults(data), ...set.state, measured: set.id };
       const changes = [{}, { nodes: 16 }, { strategies: ["ddp"] },
@@ -479,14 +125,13 @@ def test_points_stand_where_the_settings_are_theirs(data):
         compared: Measured.compared(data, set, state),
       };
     })()"""
-    shipped = msgspec.to_builtins(shipped_files())
-    found = run_scripts(expression, {"data": data, "shipped": shipped})
+    found = run_scripts(expression, {"data": data})
     assert found["id"] == "compare-digits-1gbit"
     assert found["problem"] is None
     assert [len(points) for points in found["points"]] == [4, 4, 1, 4, 0, 0, 0, 0, 0, 0, 0]
     assert found["differences"] == ["rate_gbit", "step_ms"]
     [ddp] = found["points"][2]
-    one = comparison()["cells"][0]["median"]["step"]
+    one = json.loads(SHIPPED.read_text())["cells"][0]["median"]["step"]
     assert ddp["efficiency"] == pytest.approx(one / (4 * ddp["seconds"]), rel=1e-3)
     for point in found["compared"]:
         error = point["step_seconds"] / point["seconds"] - 1

@@ -4,12 +4,14 @@ import pytest
 
 from lab.cli import main
 from tests.helpers import ROOT
-from tests.helpers.browser import needs_browser
-from tests.helpers.what_if_page import set_number, settle
+from tests.helpers.browser import needs_browser, overlapping, sticking_out
+from tests.helpers.what_if_page import set_number, settle, shown
+from tests.lab.predict.measured_runs import run_folder
 
 pytestmark = [needs_browser, pytest.mark.slow]
 
 SHIPPED = ROOT / "reports" / "samples" / "compare-digits-1gbit"
+TABLE = ROOT / "docs/examples/observed.csv"
 
 
 def state_of(page):
@@ -59,6 +61,49 @@ def test_the_readers_runs_are_what_the_page_begins_with(browser, tmp_path):
         assert page.locator("#steps .measured").count() == 4
     with browser.page(path, fragment="#n=7&end") as page:
         assert state_of(page)["nodes"] == 7
+
+
+def test_a_comparison_a_table_and_a_run_of_the_reader(browser, tmp_path):
+    """Their points stand beside the curve, the state is theirs, and the error is told."""
+    run = run_folder(tmp_path / "my runs" / "ring-n4", sync="ring", step_seconds=0.75)
+    alone = run_folder(tmp_path / "my runs" / "alone", nodes=(0, 0, 0, 0))
+    path = tmp_path / "own.html"
+    files = [str(SHIPPED), str(TABLE), str(run)]
+    assert main(["whatif", "--out", str(path), "--runs", *files]) == 0
+    with browser.page(path) as page:
+        assert ("gather_scatter", 4, "2.06 s") in points(page)
+        told = shown(page)["command"]
+        assert "--rate 1gbit" in told
+        assert "--nodes 4" in told
+        assert page.locator("#steps .measured").count() == 4
+        assert page.locator("#measured-error").inner_text()
+        assert page.locator("#measured-problem").is_hidden()
+        assert overlapping(page) == []
+        assert sticking_out(page) == []
+        for name, expected in (
+            ("ring-n4", ("ring", 4, "750 ms")),
+            ("observed.csv", ("all_reduce", 4, "1.02 s")),
+        ):
+            page.select_option("#measured-set", name)
+            settle(page)
+            assert points(page) == [expected]
+            link = page.evaluate("location.hash")
+        assert "d=observed.csv" in link
+    with browser.page(path, fragment=link) as page:
+        assert points(page) == [("all_reduce", 4, "1.02 s")]
+    assert main(["whatif", "--out", str(path), "--runs", str(alone)]) == 0
+    with browser.page(path) as page:
+        assert "alone has no step" in page.locator("#measured-problem").inner_text()
+        assert state_of(page)["measured"] is None
+
+
+def points(page):
+    """Return (strategy, nodes, measured seconds) of the rows of the measured steps."""
+    found = []
+    for row in page.locator("#table-measured tbody tr").all():
+        strategy, nodes, seconds, *_ = row.locator("th, td").all_inner_texts()
+        found.append((strategy, int(nodes), seconds))
+    return found
 
 
 def test_the_nearest_set_is_named_first_and_shown_by_its_button(browser, what_if):

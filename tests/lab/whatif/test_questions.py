@@ -4,7 +4,6 @@ import json
 import math
 import re
 import tomllib
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +12,8 @@ from common.sync import STRATEGIES
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.whatif.data import State, page_data
-from lab.whatif.measured import published_sets, shipped_files
+from lab.whatif.measured import published_sets
+from lab.whatif.own_steps import shipped_sets
 from lab.whatif.page import scenario_of
 from lab.whatif.questions import load_questions
 from tests.helpers import ROOT
@@ -49,7 +49,7 @@ def test_each_name_in_a_question_is_known():
     keys = {*State.__struct_fields__}
     presets = tomllib.loads((ROOT / "lab" / "whatif" / "presets.toml").read_text())
     starts = {*presets, *(each.id for each in published_sets())}
-    sets = {None, *starts, *(Path(each.path).parent.name for each in shipped_files())}
+    sets = {None, *starts, *(each.id for each in shipped_sets())}
     for question in load_questions():
         assert question["start"] in starts
         assert question["measured"] in sets
@@ -76,10 +76,9 @@ def data():
     found = page_data(
         load_calibration(reference_path()),
         is_reference=True,
-        measured=msgspec.to_builtins(published_sets()),
+        measured=[*shipped_sets(), *published_sets()],
         questions=load_questions(),
     )
-    found["shipped"] = msgspec.to_builtins(shipped_files())
     return json.loads(json.dumps(found))
 
 
@@ -88,7 +87,6 @@ def found(data):
     """Return each question's state, answer and sentences by its id."""
     expression = """(() => {
       const { data } = given;
-      Measured.prepare(data);
       return data.questions.map((question) => {
         const state = Questions.stateOf(data, question);
         const answer = Questions.answer(data, question);
@@ -195,8 +193,10 @@ def test_explanations_say_what_the_engine_says(found):
 def test_without_the_shipped_comparison_a_question_has_no_measured_answer(data):
     """An installed package has no reports."""
     expression = """(() => {
-      const question = given.data.questions[1];
-      return [Questions.answer(given.data, question), Questions.stateOf(given.data, question)];
+      const { data } = given;
+      data.measured = data.measured.filter((set) => set.is_published);
+      const question = data.questions[1];
+      return [Questions.answer(data, question), Questions.stateOf(data, question)];
     })()"""
     answer, state = run_scripts(expression, {"data": data})
     assert answer["measured"] is None

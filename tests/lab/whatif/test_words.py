@@ -22,7 +22,6 @@ pytestmark = needs_node
 
 SAID = """(() => {
   const { data } = given;
-  Measured.prepare(data);
   const rowOf = (state, row) => row ?? Engine.row(data, state, state.focus);
   return given.cases.map(([state, known]) => {
     const row = rowOf(state, known);
@@ -236,7 +235,8 @@ def test_what_the_page_says_of_a_state(said):
 
 def test_the_published_range_follows_from_the_data(what_if, said):
     """Outside it the caption has the numbers of the sets that came with the page."""
-    sets = [entry for entry in what_if.data["measured"] if entry["family"] == "gloo"]
+    published = [entry for entry in what_if.data["measured"] if entry["is_published"]]
+    sets = [entry for entry in published if entry["family"] == "gloo"]
     nodes = [point["nodes"] for entry in sets for point in entry["points"]]
     [outside] = [
         words["error"]
