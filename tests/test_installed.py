@@ -16,7 +16,16 @@ from tests.helpers.paths import copy_clone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SHORT = ("--dataset", "digits", "--batch-size", "64")
-TOP_LEVEL = ("common", "lab", "recipes", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+TOP_LEVEL = (
+    "common",
+    "courses",
+    "lab",
+    "recipes",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+)
 
 
 def run(*command):
@@ -80,6 +89,7 @@ def end(programs, folder, *command):
 def test_the_wheel_holds_code_recipes_and_what_is_no_code(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     recipes = {f"common/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
+    courses = {f"lab/courses/{path.name}" for path in (ROOT / "courses").glob("*.*")}
     packaged = {
         path.relative_to(ROOT).as_posix()
         for package in ("common", "lab")
@@ -87,7 +97,8 @@ def test_the_wheel_holds_code_recipes_and_what_is_no_code(wheel):
         if path.suffix in (".py", ".json", ".toml", ".jinja")
     }
     assert "common/recipes/cs744.toml" in recipes
-    assert recipes | packaged <= names
+    assert {"lab/courses/cs336.toml", "lab/courses/cs336.py"} <= courses
+    assert recipes | courses | packaged <= names
     outside = {name for name in names if not re.match(r"common/|lab/|[^/]+\.dist-info/", name)}
     assert outside == set()
 

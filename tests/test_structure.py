@@ -18,7 +18,9 @@ from packaging.utils import canonicalize_name
 from common.utils.source_hash import source_digests
 from tests.helpers import ROOT
 
-SOURCES = sorted(path for package in ("common", "lab") for path in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(
+    path for package in ("common", "courses", "lab") for path in (ROOT / package).rglob("*.py")
+)
 MOST_IGNORES = 20
 
 
@@ -219,6 +221,7 @@ MOST_STATEMENTS = {
     "common/sync": 1450,
     "common/training_engine": 1130,
     "common/utils": 750,
+    "courses": 350,
     "lab": 250,
     "lab/audit": 4690,
     "lab/calibrate": 610,
@@ -226,10 +229,10 @@ MOST_STATEMENTS = {
     "lab/compare": 1040,
     "lab/comparison": 330,
     "lab/doctor": 390,
-    "lab/evidence": 210,
+    "lab/evidence": 220,
     "lab/explain": 160,
     "lab/fleet": 100,
-    "lab/grade": 2110,
+    "lab/grade": 1850,
     "lab/learn": 1890,
     "lab/predict": 2250,
     "lab/proofs": 490,

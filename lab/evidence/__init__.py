@@ -5,7 +5,7 @@ what such a matrix shows, by one table of rules. Both work on plain arrays.
 """
 
 from lab.evidence.evidence import Evidence, explain, explain_parameters, near
-from lab.evidence.rules import CURES, RULES, Judgement, judge, multiple
+from lab.evidence.rules import CURES, RULES, Judgement, judge, judge_parameters, multiple
 
 __all__ = [
     "CURES",
@@ -15,6 +15,7 @@ __all__ = [
     "explain",
     "explain_parameters",
     "judge",
+    "judge_parameters",
     "multiple",
     "near",
 ]

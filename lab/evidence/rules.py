@@ -4,11 +4,12 @@ Each rule names a pattern, gives the audit's name for the mistake, and says it i
 cures stand by name.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from common.say import listed
 from common.utils.gradient_fit import SAME
 from lab.evidence.evidence import Evidence, near
 
@@ -88,6 +89,21 @@ def judge(evidence: Evidence) -> Judgement:
     rule = next(rule for rule in RULES if rule.fits(evidence))
     cure = rule.cure or CURES.get(rule.finding, "")
     return Judgement(rule.pattern, rule.finding, rule.sentence.format(e=evidence), cure)
+
+
+def judge_parameters(parts: Mapping[str, Evidence]) -> Judgement:
+    """Return what the evidence of all parameters shows, by their names.
+
+    Parameters that are left out while others are averaged are one finding; else the first that is
+    wrong counts.
+    """
+    wrong = {name: part for name, part in parts.items() if not part.right}
+    first, *_ = [*wrong.values(), *parts.values()]
+    kept = all(part.gradients == {"its own"} for part in wrong.values())
+    if kept and 0 < len(wrong) < len(parts):
+        sentence = f"only some parameters are averaged; left out: {listed(wrong)}"
+        return Judgement("some parameters", "some-parameters", sentence, CURES["some-parameters"])
+    return judge(first)
 
 
 def multiple(

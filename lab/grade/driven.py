@@ -1,27 +1,28 @@
-"""Parts that a driver checks: programs in drivers/ call the student's functions in each rank.
+"""Parts that a driver checks: it calls the student's functions in each rank; see driver/.
 
 A part whose command has ``{driver}`` runs under the audit's runner and probe like any other, but
 the driver says what is wrong. ``driven_facts`` reads the reports that the ranks printed. What it
-finds has the names of the audit, or those of checks.toml; ``entries`` has the texts of both.
+finds has the names of the audit, or the rubric's own.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from common.say import counts, listed
 from common.utils.atomic_files import read_regular
-from lab.audit.findings.finding import FAULT, CatalogueEntry, catalogue
+from common.utils.gradient_fit import side_by_side
+from lab.audit.findings.finding import FAULT, CatalogueEntry
 from lab.audit.result import AuditResult, titled
-from lab.grade.drivers.mark import MARK
+from lab.evidence import Judgement, explain_parameters, judge_parameters
+from lab.grade.driver.mark import MARK
 from lab.grade.facts import AuditedRun, AuditFacts, AuditFinding, CodePlace
 
-DRIVERS = Path(__file__).with_name("drivers")
+RUNNER = Path(__file__).with_name("driver")
 PLACEHOLDER = "{driver}"
 # Optimiser steps after which the probe would end the driver: never.
 STEPS = 1_000_000
@@ -31,12 +32,30 @@ _MOST_LOG = 2**22
 _Line = Annotated[str, Meta(max_length=1000)]
 
 
-@cache
-def entries() -> Mapping[str, CatalogueEntry]:
-    """Return what is said about each finding, by name: first the audit's, then the drivers'."""
-    own = tomllib.loads((DRIVERS / "checks.toml").read_text(encoding="utf-8"))
-    found = {name: CatalogueEntry(name, FAULT, **texts) for name, texts in own.items()}
-    return catalogue() | found
+def driver_words(driver: Path, part: str) -> list[str]:
+    """Return the words of a command that ``{driver}`` stands for; the script comes next."""
+    return [str(RUNNER), str(driver), part, "{master}", "{port}", "{nodes}", "{rank}"]
+
+
+class GatheredGradients(msgspec.Struct):
+    """Gradients of all ranks that are not the mean; see ``Gradients`` in driver/checks.py."""
+
+    lengths: Annotated[dict[_Line, Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=1000)]
+    own: Annotated[list[list[float | None]], Meta(min_length=1, max_length=64)]
+    got: list[list[float | None]]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless all ranks have as many numbers as there are."""
+        whole = sum(self.lengths.values())
+        if len(self.own) != len(self.got) or {len(row) for row in self.own + self.got} != {whole}:
+            raise ValueError("the ranks have different numbers of gradients")
+
+    def judgement(self) -> Judgement:
+        """Return what the ranks got."""
+        own = np.array(self.own, dtype=np.float64)
+        got = np.array(self.got, dtype=np.float64)
+        parts = explain_parameters(own, got, side_by_side(self.lengths.values()))
+        return judge_parameters(dict(zip(self.lengths, parts, strict=True)))
 
 
 class FoundByRank(msgspec.Struct):
@@ -45,10 +64,22 @@ class FoundByRank(msgspec.Struct):
     name: _Line
     evidence: _Line
     at: tuple[_Line, int] | None
+    gradients: GatheredGradients | None = None
+
+    def named(self) -> "FoundByRank":
+        """Return it with the name of what the gradients are, if it has some."""
+        if self.gradients is None:
+            return self
+        judgement = self.gradients.judgement()
+        name = judgement.finding or self.name
+        evidence = f"{self.evidence}: {judgement.sentence}"
+        if judgement.right:
+            evidence = f"{self.evidence}: some numbers are not the mean"
+        return FoundByRank(name, evidence, self.at)
 
 
 class RankReport(msgspec.Struct):
-    """The last report of a rank; see ``Report`` in drivers/checking.py."""
+    """The last report of a rank; see ``Report`` in driver/running.py."""
 
     found: Annotated[list[FoundByRank], Meta(max_length=1000)]
     passed: Annotated[list[_Line], Meta(max_length=100)]
@@ -56,16 +87,19 @@ class RankReport(msgspec.Struct):
     stopped: _Line
 
 
-def driven_facts(result: AuditResult, folders: Mapping[int, Path]) -> AuditFacts:
+def driven_facts(
+    result: AuditResult, folders: Mapping[int, Path], entries: Mapping[str, CatalogueEntry]
+) -> AuditFacts:
     """Return what the drivers of all runs have found.
 
     result : of the audit around them; it knows why a run failed or hung.
     folders : with the logs of the ranks, by their number.
+    entries : what is said about each finding that a driver may name.
     """
     reports = {size: _reports(folder, size) for size, folder in folders.items()}
     runs = [AuditedRun(size) for size, of_run in reports.items() if of_run]
     every = [report for of_run in reports.values() for report in of_run]
-    findings = _findings(reports) + _of_the_audit(result)
+    findings = _findings(reports, entries) + _of_the_audit(result)
     if not _is_explained(every, findings, ranks=sum(folders)):
         failure = _why_stopped(every, result)
         names = [finding.name for finding in findings]
@@ -108,7 +142,9 @@ def _last_report(log: Path) -> RankReport | None:
         return None
 
 
-def _findings(reports: Mapping[int, Sequence[RankReport]]) -> list[AuditFinding]:
+def _findings(
+    reports: Mapping[int, Sequence[RankReport]], entries: Mapping[str, CatalogueEntry]
+) -> list[AuditFinding]:
     """Return one finding a name, in the order of the texts, with the evidence of its first rank.
 
     What another one explains is left out.
@@ -116,14 +152,12 @@ def _findings(reports: Mapping[int, Sequence[RankReport]]) -> list[AuditFinding]
     first: dict[str, FoundByRank] = {}
     sizes: dict[str, set[int]] = {}
     for size, ranks in reports.items():
-        for found in [found for report in ranks for found in report.found]:
+        for found in [found.named() for report in ranks for found in report.found]:
             first.setdefault(found.name, found)
             sizes.setdefault(found.name, set()).add(size)
-    follow = {
-        follower for name in first if name in entries() for follower in entries()[name].explains
-    }
+    follow = {follower for name in first if name in entries for follower in entries[name].explains}
     findings: list[AuditFinding] = []
-    for name, entry in entries().items():
+    for name, entry in entries.items():
         if name in first and name not in follow:
             title = f"{titled(entry.title, sorted(sizes[name]))}: {first[name].evidence}"
             place = first[name].at

@@ -29,11 +29,10 @@ from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
 from lab.grade import gradescope, pages
-from lab.grade.driven import DRIVERS, PLACEHOLDER
+from lab.grade.driven import PLACEHOLDER, RUNNER, driver_words
 from lab.grade.facts import Facts, Look
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
 from lab.grade.rubric import (
-    Part,
     Rubric,
     check_command,
     check_pattern,
@@ -76,11 +75,11 @@ def main_grade(args: argparse.Namespace) -> int:
             )
         print(rubric_text(args.rubric), end="")
         return 0
-    rubric = load_rubric(args.rubric)
     if args.zip:
-        gradescope.write_autograder(args.zip, rubric_text(args.rubric), rubric.mounts.values())
+        gradescope.write_autograder(args.zip, args.rubric)
         say(f"written: {args.zip}; upload it as the assignment's autograder on Gradescope")
         return 0
+    rubric = load_rubric(args.rubric)
     _check(args, rubric)
     submissions = named(args.submissions)
     out = args.out.absolute()
@@ -185,7 +184,7 @@ class Gradebook:
                 self.seen[name, part_name] = problem
             return {}
         tasks: dict[Place, Task] = {}
-        for part_name, part in self.rubric.parts.items():
+        for part_name in self.rubric.parts:
             place = (name, part_name)
             row = scripts.get(place, ScriptRow(name, part_name, ""))
             script = find_script(copy, part_name, self.rubric, row.path or None)
@@ -194,7 +193,7 @@ class Gradebook:
                 continue
             tasks[place] = _task(
                 self.rubric,
-                part,
+                part_name,
                 copy,
                 script,
                 self.out / "submissions" / name / f"{part_name}.json",
@@ -243,7 +242,7 @@ def _unpacked(sources: list[Path], copy: Path) -> Look | None:
 
 def _task(
     rubric: Rubric,
-    part: Part,
+    name: str,
     copy: Path,
     script: Path,
     facts: Path,
@@ -253,16 +252,17 @@ def _task(
 ) -> Task:
     """Return what to run of a submission; its key stays the same as long as the outcome does.
 
-    command : by --map, in place of the rubric's.
+    name : of the part. command : by --map, in place of the rubric's.
     """
+    part = rubric.parts[name]
     start = parse_command(part.command if command is None else command)
     program, *arguments = start.words
     words = [shutil.which(program, path=_environment()["PATH"]) or program]
-    filled = {"{script}": script.name, PLACEHOLDER: str(DRIVERS)}
+    filled = {"{script}": [script.name], PLACEHOLDER: driver_words(Path(rubric.driver), name)}
     for argument in arguments:
-        words.append(filled.get(argument, argument))
+        words += filled.get(argument, [argument])
     variables = rubric.variables(part) | start.variables
-    of_a_rank = [f"{name}={value}" for name, value in variables.items() if has_placeholder(value)]
+    of_a_rank = [f"{key}={value}" for key, value in variables.items() if has_placeholder(value)]
     if of_a_rank:
         words = ["env", *of_a_rank, *words]
     # The folders and the key come last: the key must not depend on where the copies lie.
@@ -272,10 +272,10 @@ def _task(
         submission="",
         script=str(script.relative_to(copy)),
         start=str(script.parent.relative_to(copy)),
-        environment={
-            name: value for name, value in variables.items() if not has_placeholder(value)
-        },
+        environment={key: value for key, value in variables.items() if not has_placeholder(value)},
         may_change=command is None and not part.is_driven,
+        driver=rubric.driver if part.is_driven else "",
+        findings=rubric.findings if part.is_driven else {},
         changes=[] if command is None else ["with a command given by the grader"],
         facts="",
         key="",
@@ -286,7 +286,9 @@ def _task(
         limit_seconds=rubric.limit_seconds,
         sandboxed=sandboxed,
     )
-    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit"), digest(DRIVERS)]
+    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit")]
+    if part.is_driven:
+        sources += [digest(RUNNER), sha256(Path(rubric.driver).read_bytes()).hexdigest()]
     key = sha256(encode([task, *sources])).hexdigest()
     return msgspec.structs.replace(task, submission=str(copy), facts=str(facts), key=key)
 

@@ -8,14 +8,16 @@ it in /autograder/submission and writes /autograder/results/results.json.
 import io
 import shlex
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
 from common.utils.paths import REPOSITORY
+from lab.grade.rubric import FOLDER, load_rubric, rubric_path
 
-_FOLDERS = ("common", "lab", "recipes")
+_FOLDERS = ("common", "courses", "lab", "recipes")
+_ASSIGNMENT = "assignment"  # has the rubric, and its driver
 _FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 _SETUP = """\
 #!/usr/bin/env bash
@@ -42,28 +44,34 @@ autograder=${AUTOGRADER:-/autograder}
 lab=${LAB:-$autograder/environment/bin/lab}
 rm -rf "$autograder/grades"
 cd "$autograder/source"
-"$lab" grade "$autograder/submission" --rubric rubric.toml --no-sandbox --out "$autograder/grades"
+"$lab" grade "$autograder/submission" --rubric assignment/rubric.toml \\
+    --no-sandbox --out "$autograder/grades"
 cp "$autograder/grades/submissions/submission/results.json" "$autograder/results/"
 """
 
 
-def write_autograder(path: Path, rubric: str, mounts: Iterable[str]) -> None:
-    """Write the zip.
+def write_autograder(path: Path, name: str) -> None:
+    """Write the zip for a rubric, which may have been named as a shipped one or a file.
 
-    rubric : its text. mounts : the folders that it needs.
-
-    Raises UserError without a checkout of the project, or if the file cannot be written.
+    Raises UserError without a checkout of the project, for anything wrong in the rubric, or if the
+    file cannot be written.
     """
+    rubric = load_rubric(name)
     if not (REPOSITORY / "pyproject.toml").is_file():
         raise UserError("--zip needs a checkout of the project: git clone it, and call lab there")
-    setup = _SETUP.format(folders=shlex.join(dict.fromkeys(mounts)))
-    programs = {"setup.sh": setup, "run_autograder": _RUN, "rubric.toml": rubric}
+    setup = _SETUP.format(folders=shlex.join(dict.fromkeys(rubric.mounts.values())))
+    programs = {"setup.sh": setup, "run_autograder": _RUN}
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in programs.items():
-            entry = zipfile.ZipInfo(name)
+        for program, text in programs.items():
+            entry = zipfile.ZipInfo(program)
             entry.external_attr = 0o755 << 16  # what Gradescope runs
             archive.writestr(entry, text)
+        source = rubric_path(name).absolute()
+        archive.write(source, f"{_ASSIGNMENT}/rubric.toml")
+        driver = Path(rubric.driver)
+        if rubric.driver and not driver.is_relative_to(FOLDER):
+            archive.write(driver, f"{_ASSIGNMENT}/{driver.relative_to(source.parent)}")
         for file in _project_files():
             if file.is_file() and "__pycache__" not in file.parts:
                 archive.write(file, file.relative_to(REPOSITORY))

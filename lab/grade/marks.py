@@ -4,9 +4,7 @@ A mark is a proposal. Only faults of which the audit is certain cost points; wha
 leaves the mark open for a person, who gives it in overrides.csv.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -15,11 +13,9 @@ from common.errors import UserError
 from common.say import counts
 from lab.audit.findings.finding import FAULT
 from lab.grade.facts import AuditFacts, AuditFinding, Facts, Look
+from lab.grade.findings import lesson_of
 from lab.grade.rubric import WAYS, Part, Rubric
 from lab.grade.submissions import CsvRow, Place, check_row, read_rows
-
-# The lesson for a fault that no other lesson explains.
-_ANY_FAULT = "09_find_the_bug"
 
 
 class Mark(msgspec.Struct, kw_only=True):
@@ -80,7 +76,7 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
         why=why,
         look=look,
         faults=list(lost),
-        lessons=sorted({lesson_of(fault) for fault in lost}),
+        lessons=sorted({lesson_of(fault, rubric.findings) for fault in lost}),
         script=seen.script,
         command="" if seen.refused else seen.command,
         changes=changes,
@@ -189,31 +185,6 @@ def _unchecked(part: Part, audit: AuditFacts) -> Iterator[Look]:
                 yield Look(f"beside an accepted fault, this could not be checked: {sentence}")
     if audit.diagnosis:
         yield Look(f"beside an accepted fault, the run ended early: {audit.diagnosis.what}")
-
-
-# --- lessons ---
-
-
-class FaultLesson(msgspec.Struct):
-    """A lesson, and the faults that it explains."""
-
-    title: str
-    faults: list[str]
-
-
-@cache
-def _lessons() -> dict[str, FaultLesson]:
-    """Return the lessons by the names of their pages."""
-    text = Path(__file__).with_name("lessons.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), dict[str, FaultLesson])
-
-
-def lesson_of(fault: str) -> str:
-    """Return the lesson that explains a fault: its title and page."""
-    lessons = _lessons()
-    pages = [page for page, lesson in lessons.items() if fault in lesson.faults]
-    page = next(iter(pages), _ANY_FAULT)
-    return f"{lessons[page].title} (docs/learn/{page}.md)"
 
 
 # --- what a person decides ---

@@ -19,8 +19,8 @@ from common.say import count
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.report import AuditContent, MarkNote, page_template, write_content
-from lab.grade.driven import entries
-from lab.grade.marks import Mark, OverrideRow, lesson_of
+from lab.grade.findings import entries, lesson_of
+from lab.grade.marks import Mark, OverrideRow
 from lab.grade.rubric import Rubric
 
 # The marks of each submission's parts.
@@ -215,7 +215,7 @@ def _class_view(rubric: Rubric, graded: Graded) -> dict[str, Any]:
     open_marks = sum(count_open(marks) for marks in graded.values())
     return {
         "rows": [_view(name, marks) for name, marks in graded.items()],
-        "faults": _faults_view(graded),
+        "faults": _faults_view(rubric, graded),
         "bins": _bins_view(finished, points),
         "submissions": count(len(graded), "submission"),
         "finished": count(len(finished), "submission"),
@@ -223,13 +223,18 @@ def _class_view(rubric: Rubric, graded: Graded) -> dict[str, Any]:
     }
 
 
-def _faults_view(graded: Graded) -> list[dict[str, Any]]:
+def _faults_view(rubric: Rubric, graded: Graded) -> list[dict[str, Any]]:
     """Return the faults of a class, the most frequent first; one counts once for a submission."""
     times: Counter[str] = Counter()
     for marks in graded.values():
         times.update({fault for mark in marks for fault in mark.faults})
+    known = entries(rubric.findings)
     return [
-        {"entry": entries()[fault], "lesson": lesson_of(fault), "times": count(number, "time")}
+        {
+            "entry": known[fault],
+            "lesson": lesson_of(fault, rubric.findings),
+            "times": count(number, "time"),
+        }
         for fault, number in times.most_common()
     ]
 

@@ -33,6 +33,7 @@ from lab.audit.runner import RunSettings
 from lab.grade import driven
 from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
 from lab.grade.facts import AuditFacts, Facts, Try
+from lab.grade.findings import entries
 from lab.grade.sandbox import Task, sandbox
 
 # Bytes of address space for reading the records.
@@ -114,7 +115,9 @@ def _checked(task: Task, folder: Path) -> Outcome:
         failure=next((each.failure for each in results if each.failure), None),
     )
     ended = [reason for outcome in outcomes for reason in outcome.ended]
-    return Outcome(task, result, ended, None, driven.driven_facts(result, logs))
+    return Outcome(
+        task, result, ended, None, driven.driven_facts(result, logs, entries(task.findings))
+    )
 
 
 def _audit(task: Task, folder: Path) -> Outcome:

@@ -1,6 +1,7 @@
 """The rubric: the parts of an assignment, how each is run, and what a finding costs.
 
-A rubric is a TOML file; ``lab grade --print-rubric --rubric cs744`` prints one to start from.
+A rubric is a TOML file; ``lab grade --print-rubric --rubric cs744`` prints one to start from, and
+courses/ has those that are shipped, with their drivers.
 Everything in it is checked before a submission runs.
 """
 
@@ -8,7 +9,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -18,13 +19,15 @@ from msgspec import Meta
 from common.errors import UserError, file_errors
 from common.say import listed
 from common.utils.atomic_files import read_regular
+from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.system import usable_cores
 from common.utils.typed_json import Name, Seconds, Share, Text, convert
-from lab.audit.findings.finding import FAULT
+from lab.audit.findings.finding import FAULT, CatalogueEntry
 from lab.cluster.program import check_placeholders
-from lab.grade.driven import PLACEHOLDER, entries
+from lab.grade.driven import PLACEHOLDER
+from lab.grade.findings import OwnFinding, entries
 
-FOLDER = Path(__file__).with_name("rubrics")
+FOLDER = REPOSITORY / ("courses" if IN_CHECKOUT else "lab/courses")
 # The entry of ``deductions`` for the faults that it does not name.
 OTHERS = "others"
 # What ``uses`` may name besides collectives.
@@ -52,8 +55,7 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     ----------
     files : patterns of its script below the submission's folder; the first that fits counts.
     command : starts a rank in the script's folder; {script} is replaced by the script's name, the
-        others as in ``lab audit``, and {driver} by the folder of the programs that call a student's
-        functions, see drivers/.
+        others as in ``lab audit``, and {driver} by what lets the rubric's driver check this part.
     ranks : the numbers of ranks to run it on; [1] for a part that exchanges nothing.
     uses : collectives, or "ddp", that this part has to call; without them a person has to look.
     deductions : the share of the points that a fault costs, by its name in the audit.
@@ -86,6 +88,10 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     Parameters
     ----------
+    driver : the file of the program that calls students' functions, see driver/checks.py; relative
+        to the rubric, or one of courses/. ``load_rubric`` makes it absolute.
+    findings : what the driver finds besides the audit's faults, by name; the first one comes first
+        in a mark.
     expected_seconds : that a part takes on two cores, to say at the start how long it all takes.
     limit_seconds : for one run of a part, on one number of ranks.
     memory_gb, disk_gb, processes : limits of one part.
@@ -100,6 +106,8 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     title: Text
     parts: Annotated[dict[Name, Part], Meta(min_length=1)]
+    driver: Text = ""
+    findings: dict[Name, OwnFinding] = {}
     expected_seconds: Seconds = 60.0
     limit_seconds: Positive = 300.0
     memory_gb: Positive = 8.0
@@ -125,14 +133,18 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         return {at: Path(source).expanduser().absolute() for at, source in self.mounts.items()}
 
 
+def rubric_path(name: str) -> Path:
+    """Return the file of a shipped rubric, or the one that is named."""
+    shipped = FOLDER / f"{name}.toml"
+    return shipped if shipped.is_file() else Path(name)
+
+
 def rubric_text(name: str) -> str:
     """Return the TOML of a shipped rubric, or of a file. Raises UserError if there is none."""
-    shipped = FOLDER / f"{name}.toml"
-    path = shipped if shipped.is_file() else Path(name)
     names = sorted(file.stem for file in FOLDER.glob("*.toml"))
     advice = f": give a TOML file, or one of {', '.join(names)}"
     with file_errors(f"the rubric {name} cannot be read", advice):
-        return read_regular(path, most_bytes=2**20).decode()
+        return read_regular(rubric_path(name), most_bytes=2**20).decode()
 
 
 def load_rubric(name: str) -> Rubric:
@@ -141,38 +153,77 @@ def load_rubric(name: str) -> Rubric:
     where = f"the rubric {name}"
     with file_errors(f"{where} is not TOML"):
         rubric = convert(tomllib.loads(text), Rubric, name=where)
+    if rubric.driver:
+        driver = _find_driver(rubric.driver, rubric_path(name).parent, where=where)
+        rubric = msgspec.structs.replace(rubric, driver=str(driver))
+    _check_findings(rubric, where=f"{where}: findings")
     places = [os.path.normpath(at) for at in rubric.mounts]
     twice = [place for place in rubric.mounts if places.count(os.path.normpath(place)) > 1]
     if twice:
         raise UserError(f"{where}: mounts: {listed(twice)} are one place; name it once")
     for part_name, part in rubric.parts.items():
-        for shares in (rubric.deductions, part.deductions):
-            faults = shares.keys() - {OTHERS, *part.demands}
-            _check_faults(faults, where=f"{where}: deductions of {part_name}")
-        _check_faults(part.accepts.keys(), where=f"{where}: accepts of {part_name}")
-        unknown = [name for name in part.demands if name not in entries()]
-        if unknown:
-            problem = f"{listed(unknown)}: the audit has no such notice"
-            raise UserError(f"{where}: demands of {part_name}: {problem}")
-        for pattern in part.files:
-            check_pattern(pattern, where=f"{where}: files of {part_name}")
-        check_command(part.command, part, where=f"{where}: command of {part_name}")
-        for name, value in rubric.variables(part).items():
-            _check_variable(name, value, where=f"{where}: environment of {part_name}")
+        _check_part(part_name, part, rubric, where=where)
     return rubric
 
 
-def _check_faults(names: Set[str], *, where: str) -> None:
-    """Raise UserError unless these are the audit's names of faults."""
-    faults = {name for name, entry in entries().items() if entry.severity == FAULT}
-    wrong = sorted(names - faults)
+def _find_driver(file: str, folder: Path, *, where: str) -> Path:
+    """Return a driver's file: beside the rubric, or a shipped one, as of a rubric that was printed.
+
+    Raises UserError if there is none.
+    """
+    if ".." in Path(file).parts or Path(file).is_absolute():
+        raise UserError(f"{where}: driver: got {file!r}; give a file beside the rubric, or below")
+    for place in (folder / file, FOLDER / file):
+        if place.is_file():
+            return place.absolute()
+    raise UserError(f"{where}: driver: there is no file {folder / file}: put the driver there")
+
+
+def _check_findings(rubric: Rubric, *, where: str) -> None:
+    """Raise UserError if a finding has a name that is taken, or explains one that is not there."""
+    taken = sorted(rubric.findings.keys() & entries({}).keys())
+    if taken:
+        raise UserError(f"{where}: {listed(taken)}: this name is taken; choose another")
+    known = entries(rubric.findings)
+    for name, finding in rubric.findings.items():
+        unknown = [other for other in finding.explains if other not in known]
+        if unknown:
+            raise UserError(f"{where}: {name} explains {listed(unknown)}: there is no such finding")
+
+
+def _check_part(name: str, part: Part, rubric: Rubric, *, where: str) -> None:
+    """Raise UserError for anything wrong in a part."""
+    known = entries(rubric.findings)
+    for shares in (rubric.deductions, part.deductions):
+        faults = shares.keys() - {OTHERS, *part.demands}
+        _check_faults(faults, known, where=f"{where}: deductions of {name}")
+    _check_faults(part.accepts.keys(), known, where=f"{where}: accepts of {name}")
+    unknown = [notice for notice in part.demands if notice not in known]
+    if unknown:
+        problem = f"{listed(unknown)}: the audit has no such notice"
+        raise UserError(f"{where}: demands of {name}: {problem}")
+    for pattern in part.files:
+        check_pattern(pattern, where=f"{where}: files of {name}")
+    if part.is_driven and not rubric.driver:
+        raise UserError(f"{where}: command of {name} has {PLACEHOLDER}: name its file as driver")
+    check_command(part.command, part, where=f"{where}: command of {name}")
+    for variable, value in rubric.variables(part).items():
+        _check_variable(variable, value, where=f"{where}: environment of {name}")
+
+
+def _check_faults(names: Set[str], known: Mapping[str, CatalogueEntry], *, where: str) -> None:
+    """Raise UserError unless these are names of faults.
+
+    known : what is said about each finding of the audit, or of the rubric.
+    """
+    wrong = sorted(name for name in names if name not in known or known[name].severity != FAULT)
     if not wrong:
         return
-    notices = [name for name in wrong if name in entries()]
+    notices = [name for name in wrong if name in known]
     if notices:
         problem = f"{listed(notices)}: a notice never costs points"
     else:
-        problem = f"{listed(wrong)}: the audit has no such fault"
+        problem = f"{listed(wrong)}: the audit has no such fault, nor has [findings]"
     raise UserError(f"{where}: {problem}; tests/audit_cases/README.md has a list")
 
 
@@ -201,7 +252,8 @@ def check_command(text: str, part: Part, *, where: str) -> None:
     check_placeholders([word for word in start.words if word not in own])
     for name, value in start.variables.items():
         _check_variable(name, value, where=where)
-    if part.ranks != [1] and "{rank}" not in text and "torchrun" not in text:
+    tells_ranks = any(word in text for word in ("{rank}", "torchrun", PLACEHOLDER))
+    if part.ranks != [1] and not tells_ranks:
         raise UserError(f"{where} lacks {{rank}}: without it the ranks cannot be told apart")
     most = _RANKS_PER_CORE * usable_cores()
     if max(part.ranks) > most:

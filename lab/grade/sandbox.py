@@ -36,7 +36,8 @@ from lab.audit.runner import HOOK
 from lab.cluster import tools
 from lab.fleet.first_failure import last_error_line
 from lab.fleet.namespaces import enter_words
-from lab.grade.driven import DRIVERS
+from lab.grade.driven import RUNNER
+from lab.grade.findings import OwnFinding
 
 _PROGRAM = "bwrap"  # bubblewrap's
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
@@ -64,6 +65,7 @@ class Task(msgspec.Struct, kw_only=True):
     names : interfaces, addresses and host names of the sandbox's network, besides loopback.
     folders : made before the ranks start; absolute.
     changes : in what this differs from the demanded command, as sentences.
+    driver : the file of the program that checks it; "" without one. findings : what it may name.
     may_change : whether another command may be tried if the script refuses this one.
     facts : the file to write, with a page beside it.
     key : stays in the facts.
@@ -81,6 +83,8 @@ class Task(msgspec.Struct, kw_only=True):
     names: list[str] = []
     folders: list[str] = []
     changes: list[str] = []
+    driver: str = ""
+    findings: dict[str, OwnFinding] = {}
     may_change: bool = True
     facts: str
     key: str
@@ -93,8 +97,8 @@ class Task(msgspec.Struct, kw_only=True):
 
     @property
     def is_driven(self) -> bool:
-        """Whether a program of ``DRIVERS`` checks it."""
-        return str(DRIVERS) in self.words
+        """Whether a driver checks it."""
+        return bool(self.driver)
 
     @property
     def cwd(self) -> Path:
@@ -130,14 +134,14 @@ def refused(task: Task) -> str | None:
             with sandbox(trial, folder, []) as network:
                 enter = network.prefixes[0]
                 imported = _run_inside(enter, task.program, "-c", "import torch")
-                mounted = trial.links.values()
+                mounted = [*trial.links.values(), *filter(None, [task.driver])]
                 unreadable = ("!", "-readable", "-print", "-quit")
                 found = _run_inside(enter, "find", *mounted, *unreadable)
     except (UserError, OSError, subprocess.TimeoutExpired) as error:
         return f"{error}: allow user namespaces"
-    if found.stdout.startswith(f"{_MOUNTED}/"):
-        folders = shlex.join(task.mounts.values())
-        return f"not everybody may read the rubric's folders: chmod -R a+rX {folders}"
+    if mounted and found.stdout:
+        files = shlex.join([*task.mounts.values(), *filter(None, [task.driver])])
+        return f"not everybody may read what the rubric names: chmod -R a+rX {files}"
     program = task.program
     if imported.returncode != 0 and Path(program).name.startswith("python"):
         return f"{program} cannot import torch in it ({last_error_line(imported.stderr)})"
@@ -257,7 +261,8 @@ def _mounts(task: Task, system: Sequence[Path], root: Path, records: Path) -> li
     places = [*task.links, *_memories(task, [*readable, str(records)])]
     links = [at for at in places if not Path(at).is_relative_to(task.submission)]
     parents: list[str] = []
-    for place in [*readable, *links, task.submission, str(records)]:
+    drivers = [task.driver] if task.driver else []
+    for place in [*readable, *links, *drivers, task.submission, str(records)]:
         above = Path(place).parents[:-1]  # without "/"
         parents += [str(parent) for parent in reversed(above)]
 
@@ -276,6 +281,9 @@ def _mounts(task: Task, system: Sequence[Path], root: Path, records: Path) -> li
         words += _memory(task, root, at)
     for at, source in readable.items():
         words += ["--ro-bind", source, f"{root}{at}"]
+    for file in drivers:
+        if not _is_in(Path(file), [Path(at) for at in readable]):
+            words += ["--ro-bind", file, f"{root}{file}"]
     return words
 
 
@@ -311,7 +319,7 @@ def _own_folders(task: Task, system: Sequence[Path]) -> list[Path]:
         folder = file.parents[1]
         if (folder / "pyvenv.cfg").exists() or any(folder.glob("lib*/python3*")):
             folders.append(folder)
-    folders += [HOOK.parent, DRIVERS]
+    folders += [HOOK.parent, RUNNER]
     return [folder for folder in folders if not _is_in(folder, system)]
 
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from common.say import listed
 from common.utils.gradient_fit import side_by_side
 from lab.audit.findings.finding import catalogue
-from lab.evidence import Evidence, explain_parameters, judge
+from lab.evidence import Evidence, explain_parameters, judge_parameters
 
 MEAN_IN_A_COPY = "the mean never reaches parameter.grad: nothing brings it back, or a copy gets it"
 
@@ -50,12 +49,8 @@ def cause_of(parts: Mapping[str, Evidence], *, exchanged: bool = True) -> str | 
         return None
     name, part = next(iter(wrong.items()))
     evidence = ends_with(name, part)
-    keep_own = all(other.gradients == {"its own"} for other in wrong.values())
-    if keep_own and len(wrong) < len(parts):
-        sentence = f"only some parameters are averaged; left out: {listed(wrong)}"
-        return told("some-parameters", sentence, evidence)
-    if keep_own and not exchanged:
+    judgement = judge_parameters(parts)
+    if judgement.pattern == "own" and not exchanged:
         return told("group-unused", "the ranks exchange nothing", evidence)
-    judgement = judge(part)
     sentence = MEAN_IN_A_COPY if judgement.pattern == "own" else judgement.sentence
     return told(judgement.finding, sentence, evidence, judgement.cure)

@@ -54,6 +54,7 @@ CHECKS = {
     r" learn/(blind|10)|lab learn 10 --check|lab\.learn\.gallery": Elsewhere(
         "tests/lab/learn checks, breaks and draws the same"
     ),
+    r"lab\.grade\.driver": Elsewhere("tests/lab/grade/test_courses.py runs the page's driver"),
     "--print-rubric": quick(),
     "autograder.zip": quick(prints="written: autograder.zip"),
     "kubectl|docker|helm": Elsewhere("needs Kubernetes; test_kubernetes.py checks the files"),

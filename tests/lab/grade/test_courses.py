@@ -1,7 +1,14 @@
-"""The rubrics of courses whose functions a driver calls: right solutions, and known mistakes."""
+"""The rubrics of courses whose functions a driver calls: right solutions, and known mistakes.
+
+The driver and the rubric of docs/courses.md stand for a course of one's own.
+"""
 
 import csv
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +17,16 @@ from lab.audit.audit import examine
 from lab.audit.command import AuditCommand
 from lab.audit.runner import RunSettings, run_audit_size
 from lab.cli import main
-from lab.grade.driven import DRIVERS, PLACEHOLDER, STEPS, driven_facts
+from lab.grade.driven import PLACEHOLDER, STEPS, driven_facts, driver_words
+from lab.grade.driver.mark import MARK
 from lab.grade.facts import Facts
+from lab.grade.findings import entries
 from lab.grade.marks import mark_part
 from lab.grade.rubric import load_rubric, rubric_text
 from tests.helpers.audited import start_forked
-from tests.helpers.processes import wait_for_fork_server
+from tests.helpers.documentation import Page
+from tests.helpers.paths import ROOT
+from tests.helpers.processes import free_port, wait_for_fork_server
 
 SOLUTIONS = Path(__file__).with_name("solutions")
 # By part: the file, and the mistakes: the edits (from, to), the findings, and the marks.
@@ -210,37 +221,133 @@ def one_part(part, ranks):
     text = rubric_text(COURSES.get(part, "efficient-dl"))
     text = re.sub(r"\[mounts\][^[]*", "", text)
     text = re.sub(r"^ranks = .*\n", "", text, flags=re.MULTILINE)
-    head, *sections = re.split(r"(?=^\[parts\.)", text, flags=re.MULTILINE)
+    head, *sections = re.split(r"(?=^\[parts\.|^\[findings\.)", text, flags=re.MULTILINE)
     [section] = [section for section in sections if section.startswith(f"[parts.{part}]")]
-    return head + section.replace("points = ", f"ranks = [{ranks}]\npoints = ")
+    findings = [section for section in sections if section.startswith("[findings.")]
+    one = section.replace("points = ", f"ranks = [{ranks}]\npoints = ")
+    return "\n".join([head, *findings, one])
 
 
-def checked(part, text, folder):
-    """Check a solution as `lab grade` does, but in forked ranks; return its findings and marks."""
+def checked(rubric, part, script, size):
+    """Check a file as `lab grade` does, but in forked ranks; return its findings and marks."""
+    words = " ".join(driver_words(Path(rubric.driver), part))
+    command = rubric.parts[part].command.replace(PLACEHOLDER, words)
+    words = AuditCommand(tuple(command.replace("{script}", script.name).split()))
+    settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=script.parent)
+    logs = script.parent / "logs"
+    logs.mkdir()
+    wait_for_fork_server()
+    run = run_audit_size(words, size, logs, settings, start=start_forked)
+    result = examine(words, [run], None, asked=[size], rate=None)
+    audit = driven_facts(result, {size: logs}, entries(rubric.findings))
+    seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
+    names = " ".join(finding.name for finding in audit.findings)
+    return names, mark_part(part, seen, rubric).marks
+
+
+def checked_solution(part, text, folder):
+    """Check a solution of a shipped course."""
     size = ranks_of(part)
     script = folder / MISTAKES[part][0]
     script.parent.mkdir(parents=True)
     script.write_text(text)
     (folder / "rubric.toml").write_text(one_part(part, size))
-    rubric = load_rubric(str(folder / "rubric.toml"))
-    command = rubric.parts[part].command.replace(PLACEHOLDER, str(DRIVERS))
-    words = AuditCommand(tuple(command.replace("{script}", script.name).split()))
-    settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=script.parent)
-    logs = folder / "logs"
-    logs.mkdir()
-    wait_for_fork_server()
-    run = run_audit_size(words, size, logs, settings, start=start_forked)
-    audit = driven_facts(examine(words, [run], None, asked=[size], rate=None), {size: logs})
-    seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
-    names = " ".join(finding.name for finding in audit.findings)
-    return names, mark_part(part, seen, rubric).marks
+    return checked(load_rubric(str(folder / "rubric.toml")), part, script, size)
+
+
+# --- a course of a reader's own ---
+
+AVERAGES = """\
+import torch
+import torch.distributed as dist
+
+
+def average_gradients(model):
+    gradients = [parameter.grad for parameter in model.parameters()]
+    whole = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(whole)
+    whole /= dist.get_world_size()
+    for gradient, part in zip(gradients, whole.split([one.numel() for one in gradients])):
+        gradient.copy_(part.view_as(gradient))
+"""
+BY_TWO = """\
+import torch.distributed as dist
+
+
+def average_gradients(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= 2
+"""
+
+
+@pytest.fixture
+def own_course(tmp_path, monkeypatch):
+    """Write the driver and the rubric of the page into an empty folder, with two submissions."""
+    blocks = dict(Page(ROOT / "docs/courses.md").blocks())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "week5.py").write_text(blocks["python"])
+    (tmp_path / "week5.toml").write_text(blocks["text"])
+    for name, text in {"ada": AVERAGES, "bob": BY_TWO}.items():
+        (tmp_path / "submissions" / name).mkdir(parents=True)
+        (tmp_path / "submissions" / name / "average.py").write_text(text)
+    return tmp_path
+
+
+def test_a_driver_of_a_readers_own_marks_a_right_and_a_wrong_submission(own_course):
+    assert 20 <= len((own_course / "week5.py").read_text().splitlines()) <= 40
+    text = (own_course / "week5.toml").read_text().replace("points = 4", "ranks = [3]\npoints = 4")
+    (own_course / "three.toml").write_text(text)
+    rubric = load_rubric("three.toml")
+    seen = {
+        name: checked(rubric, "average", own_course / f"submissions/{name}/average.py", 3)
+        for name in ("ada", "bob")
+    }
+    assert seen == {"ada": ("", 4), "bob": ("literal-divisor several-messages", 1)}
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_marks_them_in_the_sandbox_on_two_and_three_ranks(own_course):
+    folders = [str(folder) for folder in sorted((own_course / "submissions").iterdir())]
+    assert main(["grade", *folders, "--rubric", "week5.toml"]) == 0
+    with (own_course / "grades/class.csv").open() as table:
+        rows = {row["submission"]: row for row in csv.DictReader(table)}
+    assert {name: row["average"] for name, row in rows.items()} == {"ada": "4", "bob": "1"}
+    assert set(rows["bob"]["faults"].split()) == {
+        "average:literal-divisor",
+        "average:several-messages",
+    }
+    page = (own_course / "grades/submissions/bob/index.html").read_text()
+    assert "divided by 2" in page
+    assert "average.py:6" in page
+    assert "Copy all gradients into one tensor" in page
+
+
+def test_a_driver_can_be_tried_on_one_rank_by_hand(own_course):
+    place = ["127.0.0.1", str(free_port()), "1", "0"]
+    words = ["week5.py", "average", *place, "submissions/bob/average.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lab.grade.driver", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    *_, last = done.stdout.splitlines()
+    report = json.loads(last.removeprefix(MARK))
+    assert [found["name"] for found in report["found"]] == ["not-the-mean", "several-messages"]
+    assert report["end"] == "done"
+
+
+# --- the courses that are shipped ---
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [part for part in MISTAKES if part != "training"])
 def test_a_right_solution_has_full_marks_and_each_mistake_its_finding_and_price(part, tmp_path):
     solutions = solutions_of(part)
-    seen = {name: checked(part, text, tmp_path / name) for name, text in solutions.items()}
+    seen = {name: checked_solution(part, text, tmp_path / name) for name, text in solutions.items()}
     assert seen == expected_of(part)
 
 

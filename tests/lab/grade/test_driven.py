@@ -6,11 +6,13 @@ import pytest
 
 from lab.audit.findings.finding import FAULT, found
 from lab.audit.result import AuditResult, EqualityVerdict, Failure
-from lab.grade.driven import driven_facts, entries
-from lab.grade.drivers.mark import MARK
+from lab.grade.driven import driven_facts
+from lab.grade.driver.mark import MARK
 from lab.grade.facts import Facts
+from lab.grade.findings import entries, lesson_of
 from lab.grade.marks import mark_part
-from lab.grade.rubric import load_rubric
+from lab.grade.rubric import FOLDER, load_rubric
+from tests.helpers.paths import ROOT
 
 DONE = {"found": [], "passed": ["five steps"], "end": "done", "stopped": ""}
 SUM = DONE | {"found": [{"name": "sum-not-mean", "evidence": "step 1", "at": ["a/b.py", 7]}]}
@@ -60,9 +62,10 @@ def write_logs(folder, size, reports):
 def test_reports_of_all_ranks_and_sizes_become_one_mark(tmp_path, name):
     of_two, of_three, names, marks = CASES[name]
     logs = write_logs(tmp_path, 2, of_two) | write_logs(tmp_path, 3, of_three)
-    audit = driven_facts(audited(), logs)
+    rubric = load_rubric("cs336")
+    audit = driven_facts(audited(), logs, entries(rubric.findings))
     seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
-    mark = mark_part("optimizer", seen, load_rubric("cs336"))
+    mark = mark_part("optimizer", seen, rubric)
     assert ([finding.name for finding in audit.findings], mark.marks) == (names, marks)
     assert (mark.page, bool(mark.look)) == (None, marks is None)
     if name == "on three":
@@ -78,15 +81,20 @@ def test_ranks_that_wait_for_each_other_are_the_audits_finding(tmp_path):
     logs = write_logs(tmp_path, 2, [GOING_ON, GOING_ON])
     values = {"one": 0, "call": "all_reduce", "other": 1}
     differ = found("collectives-differ", kind="waits", **values)
-    audit = driven_facts(audited(differ), logs)
+    audit = driven_facts(audited(differ), logs, entries({}))
     assert [finding.name for finding in audit.findings] == ["collectives-differ"]
     assert (audit.status, audit.findings[0].is_certain) == (1, True)
 
 
-def test_every_text_of_the_drivers_is_whole_and_no_name_is_the_audits():
-    own = [entry for name, entry in entries().items() if entry.severity == FAULT]
-    assert len({entry.title for entry in own}) == len(own)
-    for entry in own:
-        assert entry.cause.endswith(".")
-        assert entry.cure.endswith(".")
-        assert set(entry.explains) <= set(entries())
+@pytest.mark.parametrize("course", [path.stem for path in FOLDER.glob("*.py")])
+def test_every_text_of_a_courses_findings_is_whole_and_its_lesson_is_there(course):
+    findings = load_rubric(course.replace("_", "-")).findings
+    known = entries(findings)
+    titles = [entry.title for entry in known.values() if entry.severity == FAULT]
+    assert len(set(titles)) == len(titles)
+    assert findings
+    for name in [*findings, "raises", "not-implemented"]:
+        assert known[name].cause.endswith(".")
+        assert known[name].cure.endswith(".")
+        title, page = lesson_of(name, findings).removesuffix(")").split(" (")
+        assert (ROOT / page).read_text().startswith(f"# {title}\n")

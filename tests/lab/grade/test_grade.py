@@ -14,7 +14,7 @@ from common.utils.typed_json import convert, encode
 from lab.audit.findings.finding import FAULT, catalogue
 from lab.grade import grade as grading
 from lab.grade.facts import AuditFacts, Facts
-from lab.grade.marks import lesson_of
+from lab.grade.findings import lesson_of
 from lab.grade.rubric import FOLDER
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import wait_until
@@ -330,6 +330,7 @@ def test_a_place_outside_of_the_submission_is_refused_before_anything_runs(
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_shipped_rubrics_can_be_used(grade, path):
+    """Also printed into another folder: a shipped driver is found from there."""
     rubric = re.sub(r"\[mounts\][^[]*", "", path.read_text())
     assert grade({"ada": {"part2a": "x"}}, "--no-sandbox", rubric=rubric).status == 0
 
@@ -342,7 +343,7 @@ def test_a_rubric_is_printed_by_its_flag_alone(grade):
 
 
 def test_every_fault_has_its_lesson():
-    lessons = {lesson_of(name) for name, one in catalogue().items() if one.severity == FAULT}
+    lessons = {lesson_of(name, {}) for name, one in catalogue().items() if one.severity == FAULT}
     assert len(lessons) == 6
     for lesson in lessons:
         title, page = lesson.removesuffix(")").split(" (")

@@ -8,8 +8,10 @@ import pytest
 
 from lab.audit.runner import HOOK
 from lab.grade import sandbox
+from tests.helpers.audited import BY_FLAGS
 from tests.helpers.processes import running_in
 from tests.helpers.waiting import wait_until
+from tests.lab.grade.conftest import RUBRIC
 
 LOOKS = """\
 import os, socket, subprocess
@@ -112,6 +114,17 @@ def test_without_bubblewrap_the_grader_says_once_what_to_install_and_runs_nothin
     assert "apt-get install bubblewrap" in seen.error
     assert "--no-sandbox" in seen.error
     assert seen.rows == {}
+
+
+def test_a_driver_that_others_may_not_read_is_refused_with_what_to_do(grade, tmp_path):
+    driver = tmp_path / "own.py"
+    driver.write_text("PARTS = {}\n")
+    driver.chmod(0o600)
+    rubric = RUBRIC.replace('title = "A course"', 'title = "A course"\ndriver = "own.py"')
+    rubric = rubric.replace(BY_FLAGS, "python {driver} {script}")
+    seen = grade({"ada": {"part2": "x"}}, rubric=rubric)
+    assert seen.status == 2
+    assert f"chmod -R a+rX {driver}" in seen.error
 
 
 def test_a_stranger_changes_and_sees_nothing_outside(stranger, tmp_path):

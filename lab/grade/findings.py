@@ -1,0 +1,75 @@
+"""What is said about a finding: the audit's texts, those of a rubric, and what to read about it."""
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from common.utils.typed_json import Name, Text
+from lab.audit.findings.finding import FAULT, CatalogueEntry, catalogue
+
+# The lesson for a fault that no other lesson explains.
+_ANY_FAULT = "09_find_the_bug"
+
+
+class OwnFinding(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A fault that a course's driver finds, besides the audit's.
+
+    title, cause, cure : what is wrong, why it comes, and what to do, as sentences.
+    explains : the findings that follow from it, and are left out where both are found.
+    read : what to read about it; "" for the lesson on any fault.
+    """
+
+    title: Text
+    cause: Text
+    cure: Text
+    explains: list[Name] = []
+    read: Text = ""
+
+
+class FaultLesson(msgspec.Struct):
+    """A lesson, and the faults that it explains."""
+
+    title: str
+    faults: list[str]
+
+
+def entries(own: Mapping[str, OwnFinding]) -> dict[str, CatalogueEntry]:
+    """Return what is said about each finding, by name, in the order of a mark.
+
+    First the audit's, then those of the runner of all drivers, then a rubric's own.
+    """
+    every = dict(catalogue())
+    for name, finding in {**runner_findings(), **own}.items():
+        every[name] = CatalogueEntry(
+            name, FAULT, finding.title, finding.cause, finding.cure, explains=finding.explains
+        )
+    return every
+
+
+@cache
+def runner_findings() -> dict[str, OwnFinding]:
+    """Return the faults that the runner of every driver finds."""
+    return msgspec.convert(_read("findings.toml"), dict[str, OwnFinding])
+
+
+@cache
+def _lessons() -> dict[str, FaultLesson]:
+    """Return the lessons by the names of their pages."""
+    return msgspec.convert(_read("lessons.toml"), dict[str, FaultLesson])
+
+
+def _read(name: str) -> dict[str, object]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def lesson_of(fault: str, own: Mapping[str, OwnFinding]) -> str:
+    """Return what to read about a fault: a lesson's title and page, or what the rubric says."""
+    if fault in own and own[fault].read:
+        return own[fault].read
+    lessons = _lessons()
+    pages = [page for page, lesson in lessons.items() if fault in lesson.faults]
+    page = next(iter(pages), _ANY_FAULT)
+    return f"{lessons[page].title} (docs/learn/{page}.md)"
