@@ -233,7 +233,7 @@ MOST_STATEMENTS = {
     "lab/explain": 160,
     "lab/fleet": 100,
     "lab/grade": 1850,
-    "lab/learn": 1890,
+    "lab/learn": 1720,
     "lab/predict": 2250,
     "lab/proofs": 490,
     "lab/report": 1840,
