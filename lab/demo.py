@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from common.distributed.spawn import rank_commands, run_local_ranks
-from common.reporting.run_files import RunSummary
+from common.runs import RunSummary, read_run
 from common.say import minutes_text, percent
 from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
 from common.utils.system import free_port
-from common.utils.typed_json import read_json
 
 WAYS = (
     ("PartOne", "none", 1),
@@ -86,7 +85,7 @@ def run_way(command: list[str], ranks: int) -> RunSummary | None:
     if any(exits.statuses):
         return None
     newest = max(REPORTS.glob("*/*/summary.json"), key=lambda path: path.stat().st_mtime)
-    return read_json(newest, RunSummary)
+    return read_run(newest.parent).summary
 
 
 def show(results: Sequence[RunSummary]) -> None:

@@ -12,6 +12,8 @@ SPARE_COLORS = ("#e619e5", "#e61942", "#a819e6", "#d2664b", "#b42db4", "#e61980"
 """For strategies that state none, in their order; for unknown ones by name."""
 SPARE_MARKERS = "1234+x"
 
+_SVG_COMMANDS = {1: "M", 2: "L", 3: "Q", 4: "C"}  # by matplotlib's codes of a path
+
 
 def color(sync: str) -> str:
     """Return the colour of a strategy, which no other one of the project has.
@@ -34,6 +36,23 @@ def marker(sync: str) -> str:
     if stated is not None:
         return stated
     return _spare(sync, "marker", SPARE_MARKERS, called="marker")
+
+
+def marker_outline(sync: str) -> str:
+    """Return a strategy's marker as an SVG path around (0, 0), about 1 wide, as figures draw it."""
+    from matplotlib.markers import MarkerStyle  # slow to import, and lab --help imports this file
+
+    style = MarkerStyle(marker(sync))
+    path = style.get_path().transformed(style.get_transform())
+    parts = []
+    for points, code in path.iter_segments():
+        if code != path.CLOSEPOLY:
+            corners = (points.reshape(-1, 2) * [1, -1]).round(3) + 0.0  # no minus before a zero
+            numbers = [f"{x:g} {y:g}" for x, y in corners]
+            parts.append(_SVG_COMMANDS[int(code)] + " ".join(numbers))
+        else:
+            parts.append("Z")
+    return "".join(parts)
 
 
 def _spare(sync: str, field: str, spares: Sequence[str], *, called: str) -> str:

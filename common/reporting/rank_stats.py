@@ -14,15 +14,15 @@ from msgspec.structs import asdict, replace
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
 from common.profiling.records import SECTIONS, Moment, RankTimeline, StepRecord
-from common.reporting.run_files import (
+from common.reporting.run_logger import RunLogger
+from common.run_setup import Setup
+from common.runs import (
     FORMAT,
     RankRow,
     RanksFile,
     StepSeconds,
     TimelineFile,
 )
-from common.reporting.run_logger import RunLogger
-from common.run_setup import Setup
 from common.sync.memory_cost import Memory, MemoryCase
 from common.sync.message_cost import GradientSize
 from common.training_engine import TrainingEngine

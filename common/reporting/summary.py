@@ -13,9 +13,9 @@ from common.profiling.records import SECTIONS, GradientClaim
 from common.reporting.console import card, say
 from common.reporting.header import unusual_methods
 from common.reporting.rank_stats import peak_gpu_memory_bytes
-from common.reporting.run_files import RanksFile, RunSummary, shared_nodes
 from common.reporting.run_logger import RunLogger
 from common.run_setup import Setup
+from common.runs import RanksFile, RunSummary, shared_nodes
 from common.say import bytes_text, count, percent
 from common.sync.memory_cost import KINDS, Memory
 from common.training_engine import Predictions, TrainingEngine

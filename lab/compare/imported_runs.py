@@ -15,24 +15,32 @@ from typing import Any
 from common.config.schema import DEFAULT_LEARNING_RATE
 from common.emulation.compute_profile import Profile
 from common.errors import UserError
-from common.profiling.records import StepRecord
-from common.reporting.run_files import TimelineFile
 from common.reporting.run_lock import lock_holder
+from common.runs import (
+    FinishedRun,
+    RunConfig,
+    read_config,
+    read_run,
+    read_run_file,
+    read_steps,
+    read_timeline,
+)
 from common.say import count, listed
 from common.sync import STRATEGIES
 from common.utils.typed_json import Facts
-from lab.compare.outcomes import read_repeat
+from lab.compare.outcomes import repeat_of
 from lab.comparison.cell import CellRun, differences, distinct, gather, new_cell
 from lab.comparison.record import Cell, Comparison, Repeat
-from lab.comparison.run_files import (
-    TRAINING_FACTS,
-    Machine,
-    RunConfig,
-    read_known,
-    read_run_file,
-    read_run_lines,
-)
 from lab.predict.bucket_choice import has_buckets
+
+# The settings in ``config.json`` that must agree for two runs to be comparable.
+TRAINING_FACTS = (
+    *("dataset", "training_images", "model", "batch_size", "seed", "learning_rate", "schedule"),
+    *("warmup_steps", "warmup_epochs", "milestones", "step_factor", "scale_lr", "total_steps"),
+    *("opt", "momentum", "nesterov", "weight_decay", "label_smoothing", "clip_norm"),
+    *("accumulation_steps", "amp", "amp_dtype", "sync_batchnorm", "pretrained_weights"),
+    *("unfreeze", "input_size", "normalise", "flip", "cutout", "tta", "untimed_steps"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,15 +48,17 @@ class _ImportedRun:
     """What the folder of a run holds.
 
     name : the end of its folder's path. facts : those that must agree with the facts of other runs.
-    environment : all facts of the machine, of which ``machine`` has some.
     """
 
     name: str
-    config: RunConfig
+    run: FinishedRun
     repeat: Repeat
     facts: Facts
-    machine: Machine
-    environment: Facts
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings with which a reader computes."""
+        return self.run.config
 
     @property
     def heading(self) -> str:
@@ -89,7 +99,7 @@ def collect(folders: Sequence[Path], *, scaling: str) -> Comparison:
         finished=True,
         emulated=any(run.config.compute != "real" for run in runs),
         settings=_settings(runs, cells, scaling),
-        environment=runs[0].environment,
+        environment=runs[0].run.environment,
         warnings=_warnings(runs),
         differences=differences(facts, names, ", ".join),
         skipped=skipped,
@@ -128,7 +138,7 @@ def _warnings(runs: Sequence[_ImportedRun]) -> list[str]:
             "in some runs more ranks shared a machine than it has cores: their step times are not "
             "those of separate machines"
         )
-    if len({run.machine.git_commit for run in runs}) > 1:
+    if len({run.run.machine.git_commit for run in runs}) > 1:
         warnings.append("the runs were made with different commits of this project")
     unequal = [run.heading for run in runs if not run.repeat.equal_weights]
     if unequal:
@@ -145,18 +155,17 @@ def _no_run(reasons: Sequence[str]) -> str:
 
 def _read(folder: Path, scaling: str) -> _ImportedRun:
     """Return a run. UserError if it has not finished, or its files do not fit together."""
-    _check_is_run(folder)
-    config, training = read_known(folder / "config.json", RunConfig)
-    if not (folder / "summary.json").exists():
-        raise UserError(_unfinished(folder, config))
-    emulated = config.compute != "real"
-    repeat = read_repeat(folder, seed=config.seed, emulated=emulated)
-    if len(repeat.ranks) != config.world_size:
+    _check_has_finished(folder)
+    run = read_run(folder)
+    config = run.config
+    if len(run.ranks.ranks) != config.world_size:
         raise UserError(
             f"{folder} does not fit together: config.json has world_size {config.world_size}, "
-            f"ranks.json {len(repeat.ranks)}: copy the run again"
+            f"ranks.json {len(run.ranks.ranks)}: copy the run again"
         )
-    facts: Facts = {name: training.get(name) for name in TRAINING_FACTS}
+    emulated = config.compute != "real"
+    repeat = repeat_of(run, emulated=emulated)
+    facts: Facts = {name: run.settings.get(name) for name in TRAINING_FACTS}
     facts |= repeat.machine or {}
     facts["compute"] = config.compute
     if emulated:  # name and date identify a profile
@@ -167,19 +176,18 @@ def _read(folder: Path, scaling: str) -> _ImportedRun:
     if scaling == "weak":  # an epoch has fewer steps on more nodes
         facts["batch_size"] = config.batch_size / config.world_size
         facts["total_steps"] = None
-    machine, environment = read_known(folder / "environment.json", Machine)
-    if (folder / "timeline.json").exists():
-        read_run_file(folder / "timeline.json", TimelineFile)
-    name = "/".join(folder.parts[-2:])
-    return _ImportedRun(name, config, repeat, facts, machine, environment)
+    read_timeline(folder)  # refuses one that cannot be drawn
+    return _ImportedRun("/".join(folder.parts[-2:]), run, repeat, facts)
 
 
-def _check_is_run(folder: Path) -> None:
-    """Raise UserError, with advice, unless ``folder`` is that of a run."""
+def _check_has_finished(folder: Path) -> None:
+    """Raise UserError, with advice, unless ``folder`` is that of a run that has finished."""
     if (folder / "results.json").exists():
         raise UserError(f"{folder} is a comparison: give only this folder, or only folders of runs")
-    if (folder / "config.json").exists():
+    if (folder / "summary.json").exists() and (folder / "config.json").exists():
         return
+    if (folder / "config.json").exists():
+        raise UserError(_unfinished(folder))
     runs = sorted(path.parent for path in folder.glob("*/config.json"))
     found = f". It has these: {', '.join(map(str, runs[-5:]))}" if runs else ""
     raise UserError(
@@ -188,10 +196,10 @@ def _check_is_run(folder: Path) -> None:
     )
 
 
-def _unfinished(folder: Path, config: RunConfig) -> str:
+def _unfinished(folder: Path) -> str:
     """Say how far a run without a summary came, and whether it still runs."""
-    metrics = folder / "metrics.jsonl"
-    steps = len(read_run_lines(metrics, StepRecord)) if metrics.exists() else 0
+    config, _ = read_config(folder)
+    steps = len(read_steps(folder)) if (folder / "metrics.jsonl").exists() else 0
     progress = count(steps, "step")
     if config.total_steps:
         progress = f"{steps} of {count(config.total_steps, 'step')}"

@@ -29,6 +29,7 @@ from common.config.schema import settings as config_settings
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.spawn import run_local_ranks
 from common.errors import GroupError, UserError, file_errors
+from common.runs import read_run, read_run_file
 from common.say import count, listed, spans
 from common.utils.atomic_files import refuse_links, regular_target, write_atomically
 from common.utils.file_lock import lock_open_file
@@ -38,7 +39,7 @@ from common.utils.processes import on_signals, shell_status
 from common.utils.source_hash import code_differences, code_facts
 from common.utils.typed_json import encode, shown
 from lab.compare.cells import Run, choose_buckets, in_turns, node_command, plan_cells
-from lab.compare.outcomes import describe_failure, describe_times, failed_run, read_run
+from lab.compare.outcomes import describe_failure, describe_times, failed_run, read_outcome
 from lab.compare.runner import open_comparison, prepare
 from lab.compare.settings import Settings
 from lab.comparison.cell import CellRun, by_frequency, differences, gather
@@ -49,7 +50,6 @@ from lab.comparison.record import (
     read_comparison,
     write_comparison,
 )
-from lab.comparison.run_files import Machine, read_known, read_run_file
 from lab.predict.calibration_file import calibration_path
 
 RUN_BY = (
@@ -271,7 +271,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     if done:
         print(f"{name_of(run)} is already done; nothing to do", flush=True)
     else:
-        print(f"{name_of(run)}: {describe_times(read_run(run))}", flush=True)
+        print(f"{name_of(run)}: {describe_times(read_outcome(run))}", flush=True)
     return 0
 
 
@@ -396,8 +396,8 @@ def merge_results(folder: Path, comparison: Comparison) -> Comparison:
     states = [_state(run) for run in runs]
     _fill_cells(comparison, folder, states)
     done = [state.run for state in states if state.word == "done"]
-    if done and (done[0].path / "environment.json").exists():
-        _, comparison.environment = read_known(done[0].path / "environment.json", Machine)
+    if done:
+        comparison.environment = read_run(done[0].path).environment or comparison.environment
     comparison.finished = len(done) == len(runs)
     comparison.warnings = _warnings(comparison, states)
     plan.to_do = [run.number for run in _missing(states)]
@@ -471,7 +471,7 @@ def _state(run: Run) -> RunState:
     "running": a process holds the lock on rank 0's log. "missing": no rank has begun a log.
     """
     with suppress(UserError):
-        return RunState(run, "done", read_run(run))
+        return RunState(run, "done", read_outcome(run))
     log, _ = rank_files(run, 0)
     with suppress(FileNotFoundError), regular_target(log).open("rb") as file:
         if not _lock(file, shared=True):

@@ -1,76 +1,57 @@
-"""Read what a run left in its folder: its times, its failure, the machine that it was on.
+"""A run as a repeat of a comparison: its times, its failure, the machine that it was on.
 
-``read_run`` returns the repeat of a finished run, ``failed_run`` that of a failed one.
+``read_outcome`` returns the repeat of a finished run, ``failed_run`` that of a failed one.
 """
 
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.profiling.records import EpochReport, StepRecord
-from common.reporting.run_files import RanksFile
+from common.runs import FinishedRun, read_epochs, read_run, read_steps
 from common.utils.atomic_files import read_regular
-from common.utils.typed_json import Facts, calm
+from common.utils.typed_json import calm
 from lab.compare.cells import Run
 from lab.comparison.record import Repeat
-from lab.comparison.run_files import (
-    MACHINE_FACTS,
-    Machine,
-    RunConfig,
-    Summary,
-    read_known,
-    read_run_file,
-    read_run_lines,
-)
 from lab.fleet.first_failure import find_root_failure
+
+# The facts of ``environment.json`` that must agree for times to be comparable.
+MACHINE_FACTS = ("cpu", "gpus", "torch", "usable_cores")
 
 _MOST_LOG_BYTES = 2**20
 
 
-def read_repeat(folder: Path, *, seed: int, emulated: bool = False) -> Repeat:
-    """Return what a finished run left in ``folder``. UserError if it is not whole.
+def repeat_of(run: FinishedRun, *, emulated: bool = False) -> Repeat:
+    """Return a finished run as a repeat. UserError if its records of steps cannot be read.
 
     emulated : whether the compute was: such ranks need no core of their own.
     """
-    summary = read_run_file(folder / "summary.json", Summary)
-    ranks = read_run_file(folder / "ranks.json", RanksFile)
-    steps = read_run_lines(folder / "metrics.jsonl", StepRecord)
-    machine: Facts = {}
-    if (folder / "environment.json").exists():
-        _, machine = read_known(folder / "environment.json", Machine)
-    config = folder / "config.json"
-    started = None
-    precision = None
-    if config.exists():
-        # Rank 0 writes config.json before the first step.
-        written = datetime.fromtimestamp(config.stat().st_mtime)
-        started = written.isoformat(timespec="seconds")
-        recorded, _ = read_known(config, RunConfig)
-        precision = recorded.precision
+    steps = read_steps(run.folder)
+    machine = run.environment
+    precision = run.config.precision
     if precision and machine.get("gpus"):
         precision = f"{precision} on a GPU"
     computes_on_cores = not emulated and not machine.get("gpus")
     return Repeat(
-        folder=str(folder),
-        seed=seed,
+        folder=str(run.folder),
+        seed=run.config.seed,
         status="done",
-        started=started,
-        ranks=ranks.ranks,
-        timed_steps=ranks.steps,
+        started=run.started.isoformat(timespec="seconds"),
+        ranks=run.ranks.ranks,
+        timed_steps=run.ranks.steps,
         losses=[_loss(step) for step in steps],
         step_seconds=[(step.step, seconds) for step in steps if (seconds := _whole(step))],
-        test_accuracy=summary.test_accuracy,
-        test_loss=summary.test_loss,
+        test_accuracy=run.summary.test_accuracy,
+        test_loss=run.summary.test_loss,
         precision=precision,
-        mean_iteration_seconds=summary.mean_iteration_seconds,
-        load_per_core=summary.load_per_core,
-        equal_weights=summary.ranks_hold_equal_weights,
+        mean_iteration_seconds=run.summary.mean_iteration_seconds,
+        load_per_core=run.summary.load_per_core,
+        equal_weights=run.summary.ranks_hold_equal_weights,
         machine={name: machine.get(name) for name in MACHINE_FACTS},
-        claim=ranks.claim,
-        crowded=computes_on_cores and _share_cores(ranks, machine),
+        claim=run.ranks.claim,
+        crowded=computes_on_cores and _share_cores(run),
     )
 
 
@@ -86,20 +67,25 @@ def _whole(step: StepRecord) -> float:
     return step.step_seconds or math.fsum(step.seconds.values())
 
 
-def _share_cores(ranks: RanksFile, machine: Facts) -> bool:
+def _share_cores(run: FinishedRun) -> bool:
     """Return whether a host had more ranks than cores; one of unknown cores had enough."""
-    hosts = Counter(rank.host for rank in ranks.ranks)
-    cores = machine.get("usable_cores") or len(ranks.ranks)
+    hosts = Counter(rank.host for rank in run.ranks.ranks)
+    cores = run.machine.usable_cores or len(run.ranks.ranks)
     return max(hosts.values()) > cores
 
 
-def read_run(run: Run) -> Repeat:
+def read_outcome(run: Run) -> Repeat:
     """Return what a run of a comparison left, as a repeat. UserError if it has not finished."""
-    repeat = read_repeat(run.path, seed=run.seed, emulated=run.settings.emulated)
+    finished = read_run(run.path)
+    repeat = repeat_of(finished, emulated=run.settings.emulated)
     repeat.repeat = run.repeat
     repeat.folder = str(run.path.relative_to(run.folder))
     if run.settings.until_accuracy is not None:
-        reached = time_to_accuracy(run.path, run.settings.until_accuracy)
+        reached = time_to_accuracy(
+            read_epochs(run.path),
+            run.settings.until_accuracy,
+            steps_per_epoch=finished.config.steps_per_epoch,
+        )
         if reached is not None:
             repeat.seconds_to_accuracy, repeat.steps_to_accuracy = reached
     return repeat
@@ -117,17 +103,18 @@ def failed_run(run: Run, message: str) -> Repeat:
     )
 
 
-def time_to_accuracy(path: Path, accuracy: float) -> tuple[float, int] | None:
+def time_to_accuracy(
+    epochs: Sequence[EpochReport], accuracy: float, *, steps_per_epoch: int
+) -> tuple[float, int] | None:
     """Return training time and steps until the end of the first epoch that reached ``accuracy``.
 
     Evaluations do not count. None: no epoch reached it.
     """
-    config, _ = read_known(path / "config.json", RunConfig)
     seconds = 0.0
-    for epoch in read_run_lines(path / "epochs.jsonl", EpochReport):
+    for epoch in epochs:
         seconds += epoch.seconds
         if epoch.val_accuracy >= accuracy:
-            return seconds, epoch.epoch * config.steps_per_epoch
+            return seconds, epoch.epoch * steps_per_epoch
     return None
 
 

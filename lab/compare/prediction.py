@@ -31,10 +31,10 @@ from common.utils.typed_json import Facts, read_json
 from lab.calibrate.calibration import calibrate, default_ranks
 from lab.compare.cells import PROFILE
 from lab.compare.executors import Executors
+from lab.compare.outcomes import MACHINE_FACTS
 from lab.compare.settings import Settings
 from lab.comparison.cell import cell_suffix
 from lab.comparison.record import Cell, Comparison, PredictedCell, Prediction
-from lab.comparison.run_files import MACHINE_FACTS
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import (
     QUIET_SHARE,

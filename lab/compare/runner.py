@@ -22,7 +22,7 @@ from common.utils.paths import new_folder
 from common.utils.progress import console, progress_bar
 from lab.compare.cells import PROFILE, Run, choose_buckets, in_turns, node_command, plan_cells
 from lab.compare.executors import Executors
-from lab.compare.outcomes import describe_times, failed_run, read_run
+from lab.compare.outcomes import describe_times, failed_run, read_outcome
 from lab.compare.settings import Settings
 from lab.comparison.cell import CellRun, gather
 from lab.comparison.record import (
@@ -265,6 +265,6 @@ def _run(run: Run, executors: Executors) -> Repeat:
     if message is not None:
         return failed_run(run, message)
     try:
-        return read_run(run)
+        return read_outcome(run)
     except UserError as error:
         return failed_run(run, str(error))

@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from common.reporting.run_files import RankRow, TimelineFile
+from common.runs import RankRow, TimelineFile, read_timeline
 from common.sync import is_exact
 from common.utils.grouping import grouped
 from common.utils.typed_json import Facts
 from lab.comparison.record import TIMES, Cell, Medians, Repeat, Status
-from lab.comparison.run_files import read_run_file
 from lab.predict.variants import split_variant
 
 T = TypeVar("T")
@@ -88,9 +87,10 @@ def gather(
             continue
         cells[name].repeats.append(run.repeat)
         cells[name].oversubscribed |= run.repeat.crowded
-        timeline = folder / run.repeat.folder / "timeline.json"
-        if run.repeat.done and name not in timelines and timeline.exists():
-            timelines[name] = read_run_file(timeline, TimelineFile)
+        if run.repeat.done and name not in timelines:
+            timeline = read_timeline(folder / run.repeat.folder)
+            if timeline is not None:
+                timelines[name] = timeline
     for cell in cells.values():
         summarise(cell, repeats=repeats if cell.group == 0 else 0)
     return sorted(cells.values(), key=attrgetter("group", "nodes")), timelines

@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field, to_builtins
 
 from common.errors import UserError
 from common.profiling.records import GradientClaim
-from common.reporting.run_files import RankRow, StepTime, TimelineFile
+from common.runs import Machine, RankRow, StepTime, TimelineFile
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import (
     Bytes,
@@ -37,7 +37,6 @@ from common.utils.typed_json import (
     read_json,
     shown,
 )
-from lab.comparison.run_files import Machine
 
 FORMAT = 1
 TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire")

@@ -5,23 +5,19 @@ cluster to where they explain these steps.
 """
 
 import csv
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from common.errors import UserError, file_errors
-from common.profiling.records import Section
-from common.reporting.run_files import RanksFile, StepTime
+from common.runs import read_run
 from common.say import count, duration_text
 from common.sync import STRATEGIES, strategy_options
 from common.utils.grouping import grouped
 from common.utils.registry import choices_text
-from common.utils.typed_json import Name, Seconds, Step, Text, read_json
 from lab.predict.event_model import LARGEST_NODES
 from lab.predict.fitting import MeasuredStep, fit
 from lab.predict.priors import Beliefs, Prior
@@ -37,17 +33,6 @@ _MOST = 1_000_000_000
 _EXPLAINED = 1.5  # measured over fitted step, and the inverse, that a fit may leave
 _MOVED = 0.25  # z from which a prior's move is told
 _HIGH = 1.2816  # z of a prior's high value
-
-
-class _Summary(Struct):
-    """What is read of a run's summary.json."""
-
-    sync: Name
-    model: Text
-    global_batch_size: Step
-    step_seconds: StepTime | None = None
-    backend: Text | None = None
-    section_seconds: dict[Section, Seconds] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,27 +77,39 @@ def _sent_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings.get(name) for name in names}
 
 
-def read_observed(paths: Sequence[Path]) -> list[ObservedStep]:
+def read_observed(paths: Sequence[Path], *, flag: str = "--fit") -> list[ObservedStep]:
     """Return the steps of tables (``.csv``) and of folders of runs, in order.
 
-    Raises UserError if one cannot be read, or if two contradict each other.
+    flag : for which they are read. Raises UserError if one cannot be read, or if two contradict
+    each other.
     """
-    steps = []
-    for path in paths:
-        if path.is_dir():
-            steps += [_of_run(folder) for folder in _runs_in(path)]
-        else:
-            steps += _of_table(path)
+    try:
+        steps = []
+        for path in paths:
+            steps += _steps_in(path)
+        _check_alike(steps)
+    except UserError as error:
+        raise UserError(f"{flag}: {error}") from error
+    return steps
+
+
+def _steps_in(path: Path) -> list[ObservedStep]:
+    if path.is_dir():
+        return [_of_run(folder) for folder in _runs_in(path)]
+    return _of_table(path)
+
+
+def _check_alike(steps: Sequence[ObservedStep]) -> None:
+    """Raise UserError if two measurements of one setting are far apart."""
     for same in grouped((step.setting, step) for step in steps).values():
         shortest = min(same, key=lambda step: step.step_seconds)
         longest = max(same, key=lambda step: step.step_seconds)
         if longest.step_seconds > _ALIKE * shortest.step_seconds:
             raise UserError(
-                f"--fit: {shortest.where} and {longest.where} are the same run, and took "
+                f"{shortest.where} and {longest.where} are the same run, and took "
                 f"{duration_text(shortest.step_seconds)} and "
                 f"{duration_text(longest.step_seconds)}: leave out the one that is wrong"
             )
-    return steps
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -122,38 +119,37 @@ def _runs_in(folder: Path) -> list[Path]:
     runs = sorted(summary.parent for summary in folder.glob("*/summary.json"))
     if not runs:
         raise UserError(
-            f"--fit: {folder} has no finished run: give the folder that rank 0 wrote, "
+            f"{folder} has no finished run: give the folder that rank 0 wrote, "
             "reports/<part>-<sync>/<time>, or the one that holds it"
         )
     return runs
 
 
 def _of_table(path: Path) -> list[ObservedStep]:
-    with file_errors(f"--fit: {path} cannot be read", ": give a table or the folder of a run"):
+    with file_errors(f"{path} cannot be read", ": give a table or the folder of a run"):
         text = path.read_text(encoding="utf-8-sig")
     reader = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise UserError(
-            f"--fit: {path} has no column {', '.join(missing)}: give a table with the columns "
+            f"{path} has no column {', '.join(missing)}: give a table with the columns "
             f"{_NEEDED}, and ranks_per_node and rate where they are known"
         )
     steps = [_of_row(row, f"{path}, row {number}") for number, row in enumerate(reader, 1)]
     if not steps:
-        raise UserError(f"--fit: {path} has no rows: give one measured step or more")
+        raise UserError(f"{path} has no rows: give one measured step or more")
     return steps
 
 
 def _of_row(row: Mapping[str, str | None], where: str) -> ObservedStep:
     if None in row:  # where csv puts the fields that no column has
         raise UserError(
-            f"--fit: {where}: it has more fields than the table has columns: write decimals with "
-            "a point"
+            f"{where}: it has more fields than the table has columns: write decimals with a point"
         )
     strategy = (row["strategy"] or "").strip()
     if strategy not in STRATEGIES:
         raise UserError(
-            f"--fit: {where}: strategy: got {strategy!r}, {choices_text(strategy, STRATEGIES)}"
+            f"{where}: strategy: got {strategy!r}, {choices_text(strategy, STRATEGIES)}"
         )
     rate = (row.get("rate") or "").strip()
     if rate.replace(".", "", 1).isdigit():
@@ -165,14 +161,14 @@ def _of_row(row: Mapping[str, str | None], where: str) -> ObservedStep:
         strategy=strategy,
         global_batch=_whole(row, "global_batch", where),
         step_seconds=_positive(row, "step_seconds", where),
-        rate_bits=parse_rate(rate, f"--fit: {where}: rate") if rate else None,
+        rate_bits=parse_rate(rate, f"{where}: rate") if rate else None,
     )
 
 
 def _whole(row: Mapping[str, str | None], name: str, where: str) -> int:
     value = _positive(row, name, where)
     if value != int(value):
-        raise UserError(f"--fit: {where}: {name}: got {row[name]!r}, give a whole number")
+        raise UserError(f"{where}: {name}: got {row[name]!r}, give a whole number")
     return int(value)
 
 
@@ -183,46 +179,38 @@ def _positive(row: Mapping[str, str | None], name: str, where: str) -> float:
         value = 0.0
     if not 0 < value < _MOST:
         raise UserError(
-            f"--fit: {where}: {name}: got {row[name]!r}, give a number above 0 and below {_MOST:,}"
+            f"{where}: {name}: got {row[name]!r}, give a number above 0 and below {_MOST:,}"
         )
     return value
 
 
 def _of_run(folder: Path) -> ObservedStep:
     """Return the step of a run of this project: the mean over ranks of each one's median step."""
-    try:
-        with file_errors(
-            f"{folder} is not the folder of a finished run",
-            ": give the folder that rank 0 wrote, reports/<part>-<sync>/<time>",
-        ):
-            summary = read_json(folder / "summary.json", _Summary)
-            ranks = read_json(folder / "ranks.json", RanksFile)
-            settings = read_json(folder / "config.json", dict[str, Any])
-    except UserError as error:
-        raise UserError(f"--fit: {error}") from error
-    if summary.sync not in STRATEGIES:
+    run = read_run(folder)
+    config = run.config
+    if config.sync not in STRATEGIES:
         raise UserError(
-            f"--fit: {folder}: sync: got {summary.sync!r}, {choices_text(summary.sync, STRATEGIES)}"
+            f"{folder}: sync: got {config.sync!r}, {choices_text(config.sync, STRATEGIES)}"
         )
-    if summary.step_seconds is None:
-        raise UserError(f"--fit: {folder} has no timed step: train more steps")
-    on_nodes = Counter(row.host if row.node is None else row.node for row in ranks.ranks)
+    if run.summary.step_seconds is None:
+        raise UserError(f"{folder} has no timed step: train more steps")
+    on_nodes = run.ranks.ranks_of_nodes()
     if len(set(on_nodes.values())) > 1:
         raise UserError(
-            f"--fit: {folder}: its nodes have {', '.join(map(str, on_nodes.values()))} ranks: give "
-            "a run with as many ranks on each node"
+            f"{folder}: its nodes have {', '.join(map(str, on_nodes.values()))} ranks: give a run "
+            "with as many ranks on each node"
         )
     return ObservedStep(
         where=str(folder),
         nodes=len(on_nodes),
-        ranks_per_node=len(ranks.ranks) // len(on_nodes),
-        strategy=summary.sync,
-        global_batch=summary.global_batch_size,
-        step_seconds=summary.step_seconds,
-        model=summary.model,
-        settings=settings,
-        sync_seconds=(summary.section_seconds or {}).get("sync"),
-        backend="nccl" if summary.backend == "nccl" else "gloo",
+        ranks_per_node=len(run.ranks.ranks) // len(on_nodes),
+        strategy=config.sync,
+        global_batch=config.batch_size,
+        step_seconds=run.summary.step_seconds,
+        model=config.model,
+        settings=run.settings,
+        sync_seconds=(run.summary.section_seconds or {}).get("sync"),
+        backend="nccl" if config.backend == "nccl" else "gloo",
     )
 
 

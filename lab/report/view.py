@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from common.errors import UserError
-from common.reporting.run_files import shared_nodes
+from common.runs import shared_nodes
 from common.say import count, listed, rate_text
 from common.sync import STRATEGIES
 from common.sync.memory_cost import Memory

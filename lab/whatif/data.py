@@ -36,7 +36,7 @@ from lab.predict import (
 )
 from lab.predict.calibration_file import Calibration
 from lab.predict.sentences import templates
-from lab.strategy_style import color, marker
+from lab.strategy_style import color, marker_outline
 
 FORMAT = 1
 _FAMILIES = {"gloo": "Gloo", "nccl": "NCCL"}
@@ -138,7 +138,7 @@ class Preset(Struct):
 
 
 class PageStrategy(Struct):
-    """A strategy with its plan (``plan_data``)."""
+    """A strategy with its plan (``plan_data``); marker : an SVG path around (0, 0)."""
 
     name: str
     label: str
@@ -287,7 +287,7 @@ def _strategies() -> tuple[list[PageStrategy], list[LeftOut]]:
             name=name,
             label=strategy.label,
             color=color(name),
-            marker=marker(name),
+            marker=marker_outline(name),
             part=strategy.part,
             plan=plan,
         )

@@ -169,8 +169,7 @@ def _bits(rate: LinkRate | None, where: str) -> float | None:
 
 def _hosts_of(cell: Cell) -> int:
     """Return the number of hosts of a cell's ranks: without a rate they may share one machine."""
-    rows = cell.runs[0].ranks
-    hosts = len({row.host if row.node is None else row.node for row in rows})
+    hosts = len({row.place for row in cell.runs[0].ranks})
     return hosts if cell.ranks % hosts == 0 else 1
 
 
@@ -191,10 +190,7 @@ def _of_runs(steps: Sequence[ObservedStep]) -> _Measurement:
 
 def _observed(path: Path) -> list[ObservedStep]:
     """Return the steps of a table or of folders of runs."""
-    try:
-        steps = read_observed([path])
-    except UserError as error:
-        raise UserError(str(error).replace("--fit:", "--runs:")) from error
+    steps = read_observed([path], flag="--runs")
     for step in steps:
         if step.nodes > _MOST_NODES:
             raise UserError(

@@ -8,7 +8,7 @@
  * file can have their values.
  *
  * @typedef {{name: string, color: string, marker: string}} Strategy
- *     of data.strategies; the marker is one of matplotlib's letters
+ *     of data.strategies; the marker is an SVG path around (0, 0), about 1 wide
  *
  * @typedef {{kind: string, nbytes: number, count: number, begin: number, end: number,
  *     ready: number, exposed: number[][]}} Message
@@ -484,31 +484,8 @@ const Pictures = (() => {
 
   // -- strategies: colours, markers, dashes -----------------------------------------------------
 
-  // Matplotlib's markers as polygons: corners, radius, turn as a share of a whole one, and the
-  // radius between the corners of a star.
-  const SHAPES = {
-    o: { corners: 24, radius: 1 },
-    s: { corners: 4, radius: 1.25, turn: 1 / 8 },
-    D: { corners: 4, radius: 1.25 },
-    d: { corners: 2, radius: 1.4, inner: 0.8 },
-    "^": { corners: 3, radius: 1.3 },
-    v: { corners: 3, radius: 1.3, turn: 1 / 2 },
-    "<": { corners: 3, radius: 1.3, turn: 3 / 4 },
-    ">": { corners: 3, radius: 1.3, turn: 1 / 4 },
-    p: { corners: 5, radius: 1.15 },
-    h: { corners: 6, radius: 1.15 },
-    H: { corners: 6, radius: 1.15, turn: 1 / 12 },
-    8: { corners: 8, radius: 1.1, turn: 1 / 16 },
-    "*": { corners: 5, radius: 1.5, inner: 0.65 },
-    P: { corners: 4, radius: 1.35, inner: 0.55 },
-    X: { corners: 4, radius: 1.4, inner: 0.6, turn: 1 / 8 },
-    "+": { corners: 4, radius: 1.3, inner: 0 },
-    x: { corners: 4, radius: 1.3, inner: 0, turn: 1 / 8 },
-    1: { corners: 3, radius: 1.3, inner: 0, turn: 1 / 2 },
-    2: { corners: 3, radius: 1.3, inner: 0 },
-    3: { corners: 3, radius: 1.3, inner: 0, turn: 3 / 4 },
-    4: { corners: 3, radius: 1.3, inner: 0, turn: 1 / 4 },
-  };
+  const CIRCLE = "M.5 0A.5 .5 0 1 1 -.5 0A.5 .5 0 1 1 .5 0Z"; // an outline as of data.strategies
+  const OUTLINE = 2.3; // of a size of 1: how much larger an outline is drawn
 
   /** Return how a strategy is drawn; its dash goes with its place among all of the page's. */
   function styleOf(data, name) {
@@ -517,23 +494,12 @@ const Pictures = (() => {
     return { index, color, marker, dash: DASHES[index % DASHES.length] };
   }
 
-  /** Return a marker's path around a point. */
-  function markerPath(marker, x, y, size) {
-    const { corners, radius, inner, turn = 0 } = SHAPES[marker] ?? SHAPES.o;
-    const radii = inner === undefined ? [radius] : [radius, inner];
-    const count = corners * radii.length;
-    const places = Array.from({ length: count }, (_, index) => {
-      const length = size * radii[index % radii.length];
-      const angle = 2 * Math.PI * (index / count + turn - 1 / 4);
-      return `${round(x + length * Math.cos(angle))} ${round(y + length * Math.sin(angle))}`;
-    });
-    return `M${places.join("L")}Z`;
-  }
-
   function addMarker(drawing, kind, { marker, color }, x, y, size, attributes = {}) {
-    addPath(drawing, kind, markerPath(marker, x, y, size), {
-      fill: color, stroke: color, "stroke-width": 1.2, ...attributes,
-    });
+    const scale = OUTLINE * size;
+    const drawn = { fill: color, stroke: color, "stroke-width": 1.2, ...attributes };
+    const transform = `translate(${round(x)} ${round(y)}) scale(${round(scale)})`;
+    const width = round(drawn["stroke-width"] / scale);
+    addPath(drawing, kind, marker, { ...drawn, transform, "stroke-width": width });
   }
 
   /** Fill a small <svg> of 16 x 16 with a strategy's marker, for a list of strategies. */
@@ -593,15 +559,15 @@ const Pictures = (() => {
     for (const curve of curves) addBand(drawing, plot, curve);
     for (const curve of curves) addCurve(drawing, plot, curve, curve.strategy === model.focus);
     for (const { nodes, value, style } of measured) {
-      addMarker(drawing, "measured", style, plot.x(nodes), plot.y(value), 5, HOLLOW);
+      addMarker(drawing, "measured", style, plot.x(nodes), plot.y(value), 4.4, HOLLOW);
     }
     for (const { strategy, style, points } of curves) {
       const items = points.map((point) => itemOf(plot, point));
       const reader = points.findIndex((point) => point.nodes === model.nodes);
       const { nodes, value } = points[reader];
-      addPath(drawing, "reader", markerPath("o", plot.x(nodes), plot.y(value), 5), {
-        fill: style.color, stroke: INK, "stroke-width": 1.5,
-      });
+      const ring = { marker: CIRCLE, color: style.color };
+      const ink = { stroke: INK, "stroke-width": 1.5 };
+      addMarker(drawing, "reader", ring, plot.x(nodes), plot.y(value), 4.4, ink);
       addStop(drawing, `${strategy}, ${Words.counted(items.length, "point")}`, items, reader);
     }
     addStop(drawing, "measured", measured.map((point) => itemOf(plot, point)));
@@ -717,8 +683,8 @@ const Pictures = (() => {
     }));
     entries.push(boxEntry(drawing, "80 % band", { fill: INK, "fill-opacity": 0.16 }));
     if (!measured.length) return entries;
-    const circle = { marker: "o", color: INK };
-    const draw = (x, y) => addMarker(drawing, "sign", circle, x + SIGN / 2, y, 5, HOLLOW);
+    const circle = { marker: CIRCLE, color: INK };
+    const draw = (x, y) => addMarker(drawing, "sign", circle, x + SIGN / 2, y, 4.4, HOLLOW);
     return [...entries, { text: "measured", draw }];
   }
 

@@ -110,6 +110,12 @@ def rank_rows(step=1.0, *, ranks=2, sent=(5.0, 1.0, 3.0)):
 def _write(folder, given, size):
     folder.mkdir(parents=True)
     files = {
+        "config.json": {
+            "sync": given.get("--sync", "none"),
+            "world_size": size,
+            "batch_size": int(given.get("--batch-size", 256)),
+            "seed": int(given.get("--seed", 0)),
+        },
         "ranks.json": {
             "format": 1,
             "sync": given.get("--sync", "none"),

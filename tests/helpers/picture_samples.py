@@ -7,7 +7,7 @@ compute them, too.
 from typing import Any
 
 from common.sync import STRATEGIES
-from lab.strategy_style import color, marker
+from lab.strategy_style import color, marker_outline
 
 NODES = [2**exponent for exponent in range(13)]
 
@@ -16,7 +16,9 @@ Picture = dict[str, Any]
 
 def strategies() -> list[dict[str, str]]:
     """Return how the page states the project's strategies."""
-    return [{"name": name, "color": color(name), "marker": marker(name)} for name in STRATEGIES]
+    return [
+        {"name": name, "color": color(name), "marker": marker_outline(name)} for name in STRATEGIES
+    ]
 
 
 def timeline(

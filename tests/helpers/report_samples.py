@@ -10,7 +10,7 @@ import math
 from msgspec.structs import asdict
 
 from common.profiling.records import GradientClaim, RankTimeline, SentMessage
-from common.reporting.run_files import RankRow, StepSeconds, TimelineFile
+from common.runs import RankRow, StepSeconds, TimelineFile
 from lab.comparison.record import Cell, Comparison, Medians, PredictedCell, Prediction, Repeat
 
 BYTES = 36_924_456

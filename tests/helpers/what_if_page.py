@@ -66,14 +66,3 @@ def link_of(page: Page, state: dict[str, Any]) -> str:
 def state_of(page: Page, link: str) -> dict[str, Any]:
     """Return the state of a link's end."""
     return page.evaluate(f"(link) => State.decode({_DATA}, link).state", link)
-
-
-def rows(page: Page, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the row of each strategy that a state draws, as the page computes it."""
-    return page.evaluate(
-        f"""(state) => {{
-          const data = {_DATA};
-          return state.strategies.map((name) => Engine.row(data, state, name));
-        }}""",
-        state,
-    )

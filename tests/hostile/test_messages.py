@@ -11,7 +11,7 @@ from common.distributed import collectives
 from common.distributed.process_group import World
 from common.errors import GroupError, UserError
 from common.reporting.rank_stats import _Measured
-from common.reporting.run_files import StepSeconds
+from common.runs import StepSeconds
 from common.utils.typed_json import calm, encode
 from lab.calibrate.measurements import RankMeasurements
 from tests.helpers.hostile import CASES, altered, damaged, run_cases

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from common.reporting.run_files import TimelineFile
+from common.runs import TimelineFile
 from common.say import listed, percent
 from lab.comparison.record import Comparison
 from lab.plot_style import NothingToShowError, style

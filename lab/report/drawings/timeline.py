@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from common.profiling.records import RankTimeline, SentMessage
-from common.reporting.run_files import TimelineFile
+from common.runs import TimelineFile
 from common.utils.grouping import first_fit
 
 Span = tuple[float, float]

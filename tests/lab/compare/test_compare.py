@@ -14,6 +14,7 @@ import pytest
 from common.config.parser import parse_arguments
 from common.errors import UserError
 from common.models import build_model
+from common.runs import read_epochs
 from common.sync import BUILT_IN, BY_HAND, STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
 from lab.calibrate.calibration import default_ranks
@@ -375,15 +376,14 @@ def test_a_failed_cell_says_why_stops_nothing_and_is_tried_again(fake_parts, tmp
 
 
 def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it(tmp_path):
-    config = {"steps_per_epoch": 22, "batch_size": 64, "seed": 0, "world_size": 1, "sync": "none"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
     epochs = [
         {"epoch": number, "seconds": 10.0 + number, "val_accuracy": accuracy}
         for number, accuracy in enumerate([0.4, 0.62, 0.5, 0.9], start=1)
     ]
     (tmp_path / "epochs.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in epochs))
-    assert time_to_accuracy(tmp_path, 0.6) == (23.0, 44)
-    assert time_to_accuracy(tmp_path, 0.95) is None
+    read = read_epochs(tmp_path)
+    assert time_to_accuracy(read, 0.6, steps_per_epoch=22) == (23.0, 44)
+    assert time_to_accuracy(read, 0.95, steps_per_epoch=22) is None
 
 
 # --- real runs ---

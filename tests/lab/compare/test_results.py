@@ -11,9 +11,9 @@ import pytest
 from common.errors import UserError
 from lab.cli import main
 from lab.compare.imported_runs import collect
+from lab.compare.outcomes import MACHINE_FACTS
 from lab.compare.prediction import predict_imported
 from lab.comparison.record import read_comparison
-from lab.comparison.run_files import MACHINE_FACTS
 from lab.predict.calibration_file import load_calibration, reference_path
 from tests.helpers.fake_part import rank_rows
 

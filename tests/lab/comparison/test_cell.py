@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from common.reporting.run_files import RankRow
+from common.runs import RankRow
 from common.utils.typed_json import convert
 from lab.comparison.cell import interval, new_cell, summarise
 from lab.comparison.record import Repeat

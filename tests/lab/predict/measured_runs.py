@@ -3,15 +3,16 @@
 import json
 
 
-def run_folder(folder, *, nodes=(0, 1, 2, 3), config=None, **changes):
+def run_folder(folder, *, nodes=(0, 1, 2, 3), step_seconds=1.3, section_seconds=None, **changes):
     """Write what a run of one rank for each of these nodes leaves.
 
-    nodes : numbers of nodes, or names of hosts in an older run. changes : of summary.json.
+    nodes : numbers of nodes, or names of hosts in an older run. changes : of config.json.
     """
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config or {}))
-    summary = {"sync": "all_reduce", "model": "vgg11", "global_batch_size": 256}
-    summary |= {"step_seconds": 1.3} | changes
+    config = {"sync": "all_reduce", "model": "vgg11", "batch_size": 256, "backend": "gloo"}
+    config |= {"seed": 0, "world_size": len(nodes)} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    summary = {"step_seconds": step_seconds, "section_seconds": section_seconds}
     (folder / "summary.json").write_text(json.dumps(summary))
     seconds = dict.fromkeys(("data", "forward", "backward", "sync", "update", "wait", "wire"), 0.1)
     ranks = []

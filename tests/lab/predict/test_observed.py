@@ -91,7 +91,7 @@ def test_the_settings_of_a_run_are_those_of_its_step(tmp_path, capsys):
         "accumulation": {"accumulation_steps": 4},
     }
     for name, config in settings.items():
-        folder = run_folder(tmp_path / name, sync="ddp", config=config)
+        folder = run_folder(tmp_path / name, sync="ddp", **config)
         _, fitted = predict(capsys, "--fit", folder)
         predicted[name] = fitted["steps"][0]["predicted_before_s"]
     assert predicted["buckets"] > predicted["default"]  # more messages

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from msgspec.structs import replace
 
 from common.profiling.records import RankTimeline, SentMessage
-from common.reporting.run_files import TimelineFile
+from common.runs import TimelineFile
 from lab.plot_style import spread
 from lab.report import write_report
 from lab.report.drawings.timeline import (

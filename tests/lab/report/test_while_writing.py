@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import UserError
 from common.reporting.run_lock import lock_folder
-from lab.compare.outcomes import read_repeat
+from common.runs import read_steps
 from lab.compare.reporting import compare_and_report, report_on
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
@@ -50,7 +50,7 @@ def test_reports_of_a_run_that_is_writing(written, tmp_path):
     words = report_until_end(second, run, tmp_path)
     assert words
     assert set(words) == {""}, words
-    assert len(read_repeat(run, seed=0).losses) == 120
+    assert len(read_steps(run)) == 120
 
 
 def test_a_line_that_is_not_whole_is_left_out(written, tmp_path):
@@ -61,7 +61,7 @@ def test_a_line_that_is_not_whole_is_left_out(written, tmp_path):
     run = shutil.copytree(folder, tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"epoch": 61, "st')
-    assert len(read_repeat(run, seed=0).losses) == 120
+    assert len(read_steps(run)) == 120
     assert report_on([run], reports=tmp_path, scaling="strong") == 0
 
 

@@ -143,7 +143,7 @@ def test_runs(tmp_path):
     timed = run_folder(
         tmp_path / "timed",
         nodes="ab",
-        global_batch_size=128,
+        batch_size=128,
         step_seconds=0.5,
         section_seconds={"sync": 0.2},
     )
@@ -273,6 +273,7 @@ def test_folders_without_a_whole_run_are_refused(tmp_path):
         run_folder(tmp_path / "unfinished", step_seconds=None),
     ):
         refusal(path)
+    assert "ranks.json" in refusal(half)
     one_machine = read_own([run_folder(tmp_path / "on one machine", nodes="aa")])
     assert one_machine.sets == []
     assert "on one machine" in one_machine.problems[0]

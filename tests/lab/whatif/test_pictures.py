@@ -103,7 +103,8 @@ def centres(page, selector):
     return page.evaluate(
         """(selector) => [...document.querySelectorAll(selector)].map((mark) => {
           const box = mark.getBBox();
-          return [box.x + box.width / 2, box.y + box.height / 2];
+          const { a, d, e, f } = mark.transform.baseVal.consolidate().matrix;
+          return [a * (box.x + box.width / 2) + e, d * (box.y + box.height / 2) + f];
         })""",
         selector,
     )
