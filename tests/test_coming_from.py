@@ -27,7 +27,8 @@ from common.training_engine import TrainingEngine
 from tests.helpers import ROOT, TINY, free_port, run_ranks, start_part
 from tests.helpers.documentation import Page
 
-COMING_FROM = Page(ROOT / "docs/coming-from.md")
+RECIPES = Page(ROOT / "docs/recipes.md")
+RELIABILITY = Page(ROOT / "docs/reliability.md")
 FUNCTIONS_PAGE, ENGINE = Page(ROOT / "docs/functions.md"), Page(ROOT / "docs/engine.md")
 FUNCTIONS = ROOT / "docs/examples/my_training.py"
 
@@ -63,7 +64,7 @@ COMMANDS = {
     ),
     "torchrun --max-restarts": (
         "torchrun --standalone --nproc-per-node 2 --max-restarts 3 PartThree/main.py "
-        "--recipe resnet18-transfer-cifar10 --checkpoint-every 100 --resume auto"
+        "--recipe resnet-cifar10-ema --checkpoint-every 100 --resume auto"
     ),
     "python train.py --distributed --world-size 4 --epochs 200 --batch-size 128 --lr 0.1 --use-amp "
     "--use-ema": (
@@ -74,7 +75,7 @@ COMMANDS = {
 
 [NOTEBOOK] = (text for kind, text in FUNCTIONS_PAGE.blocks() if kind == "python")
 [OWN_GROUP] = (text for kind, text in ENGINE.blocks() if kind == "python")
-[OWN_SCRIPT] = (text for kind, text in COMING_FROM.blocks() if kind == "python")
+[OWN_SCRIPT] = (text for kind, text in RECIPES.blocks() if kind == "python")
 
 EXAMPLES = {
     "the commands of the programs": "\n".join(COMMANDS),
@@ -150,10 +151,13 @@ def test_every_example_types_its_names():
     assert missing == set()
 
 
-def test_the_page_shows_every_command():
+def test_the_pages_show_every_command():
     for theirs, ours in COMMANDS.items():
-        assert ours in COMING_FROM.text
-        assert theirs in COMING_FROM.text or theirs == "torchrun --max-restarts"
+        if theirs == ELASTIC:
+            assert ours in RELIABILITY.commands()
+        else:
+            assert ours in RECIPES.text
+            assert f"`{theirs}`" in RECIPES.text
 
 
 # --- the commands ---
@@ -249,7 +253,8 @@ def test_four_processes_with_an_average_of_the_weights(folder):
 def test_every_flag_of_the_table_is_answered(capsys):
     """A part takes the flag, or says what it has in its place."""
     how = {"path": "", "description": "", "sync_choices": ("ddp",)}
-    rows = re.findall(r"^\| (`-.*?) \| .* \|$", COMING_FROM.text, re.MULTILINE)
+    section = RECIPES.text.partition("\n## Coming from another script\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`-.*?) \| .* \|$", section, re.MULTILINE)
     flags = [flag for row in rows for flag in re.findall(r"(?<=`)--?[\w-]+", row)]
     assert len(flags) > 20
     for flag in flags:

@@ -168,7 +168,7 @@ def test_the_pages_show_what_the_code_says(name, monkeypatch):
 
 def test_the_hierarchy_gives_the_numbers_of_its_page(capsys):
     runpy.run_path(str(ROOT / "docs/examples/hierarchy.py"))
-    assert f"```text\n{capsys.readouterr().out}```" in PAGES["docs/scaling.md"].text
+    assert f"```text\n{capsys.readouterr().out}```" in PAGES["benchmarks/scaling.md"].text
 
 
 @pytest.mark.parametrize("task_flag", ["", "wrong"])

@@ -7,7 +7,7 @@ from lab.predict.calibration_file import Calibration
 from lab.predict.event_model import Network, Rate, larger
 from lab.predict.priors import normal_draws
 
-# Steps measured on emulated nodes are within 5 % of those predicted (docs/cost-model.md).
+# Steps measured on emulated nodes are within 5 % of those predicted (benchmarks/cost-model.md).
 REMAINDER = 0.04
 _IN_95 = 1.96  # standard deviations from the mean to the end of a 95 % interval
 

@@ -69,7 +69,7 @@ CHECKS = {
         "tests/lab/cluster and tests/engines start it on emulated nodes"
     ),
     "gpu.py .*--data": Elsewhere("needs a GPU; tests/test_gpu_run_book.py does it on the CPU"),
-    "--gpu_ids|--cuda": Elsewhere("needs the GPUs that it names"),
+    "--gpu_ids": Elsewhere("needs the GPUs that it names"),
     # lessons: a skeleton with blanks is not right yet
     r"lab learn \d --check": Elsewhere("tests/lab/learn checks the solution of every lesson"),
     " learn/0|lab.learn.pictures": Elsewhere("tests/lab/learn runs the solutions, and draws"),
@@ -107,7 +107,6 @@ CHECKS = {
     "lab cluster run .*cs744": long("--max-steps 2 --measure-only", prints=EQUAL, cifar=True),
     "lab cluster run": long(prints=EQUAL),
     # recipes
-    "resnet18-transfer": Elsewhere("needs torchvision's weights; test_recipes has a file"),
     "--print-config": quick(prints="learning_rate = 0.05"),
     "-b 128 .*--log-wandb": long(
         "--dataset digits -b 4 --max-steps 2 --no-amp --no-validate", prints="test accuracy"
@@ -116,9 +115,6 @@ CHECKS = {
     "--max-restarts": long(f"{SMALL} --no-amp --no-validate", prints=EQUAL),
     "--use-ema": long(
         "--dataset digits --local-batch-size 4 --max-steps 2 --no-amp --no-validate", prints=EQUAL
-    ),
-    "resnet50-cifar100 --distributed": long(
-        "--dataset digits -b 4 --max-steps 2 --no-amp --no-validate", prints=EQUAL
     ),
     "wide-resnet": long(f"{SMALL} --model wide_resnet16_4 --no-amp", prints=EQUAL),
     f"{FAST} --distributed": long(f"{SMALL} --no-amp", prints=EQUAL),

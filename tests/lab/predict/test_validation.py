@@ -177,7 +177,9 @@ def test_the_command_prints_scores_as_json(capsys):
 
 def test_the_page_has_the_table_of_the_command(given):
     """The page's block is held by tests/test_documentation.py; here its numbers."""
-    page = (ROOT / "docs/predicting.md").read_text().partition("\nlab predict --validate\n")[2]
+    page = (
+        (ROOT / "benchmarks/predictions.md").read_text().partition("\nlab predict --validate\n")[2]
+    )
     for name, of_group in scores(given).items():
         shown = {"gloo": "Gloo", "nccl": "NCCL"}.get(name, name)
         start = f"\n{shown} "
