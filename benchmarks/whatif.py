@@ -24,6 +24,7 @@ from playwright.sync_api import CDPSession
 
 sys.path.insert(0, str(REPOSITORY))
 
+from lab.whatif.own_steps import OwnSteps
 from lab.whatif.page import write_page
 from tests.helpers.browser import chromium
 
@@ -113,7 +114,7 @@ def main() -> None:
     print(describe_machine())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "whatif.html"
-        size = write_page(path, calibration_file=None, files=[])
+        size = write_page(path, calibration_file=None, own=OwnSteps())
         found = measure(path, arguments.moves)
     print(f"\nfile: {size / 1e3:.0f} kB")
     print(f"{'ms a move':<12}{'moves':>6}{'median':>9}{'95 %':>9}{'most':>9}")

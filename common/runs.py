@@ -282,7 +282,9 @@ def read_config(folder: Path) -> tuple[RunConfig, Facts]:
 def read_timeline(folder: Path) -> TimelineFile | None:
     """Return the recorded step of a run; None if none was recorded. Errors as in ``read_run``."""
     path = folder / "timeline.json"
-    return read_run_file(path, TimelineFile) if path.exists() else None
+    if not path.exists():
+        return None
+    return read_run_file(path, TimelineFile)
 
 
 def read_steps(folder: Path) -> list[StepRecord]:

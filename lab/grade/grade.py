@@ -274,8 +274,6 @@ def _task(
         start=str(script.parent.relative_to(copy)),
         environment={key: value for key, value in variables.items() if not has_placeholder(value)},
         may_change=command is None and not part.is_driven,
-        driver=rubric.driver if part.is_driven else "",
-        findings=rubric.findings if part.is_driven else {},
         changes=[] if command is None else ["with a command given by the grader"],
         facts="",
         key="",
@@ -288,6 +286,7 @@ def _task(
     )
     sources = [digest(copy), digest(Path(lab.__file__).parent / "audit")]
     if part.is_driven:
+        task = msgspec.structs.replace(task, driver=rubric.driver, findings=rubric.findings)
         sources += [digest(RUNNER), sha256(Path(rubric.driver).read_bytes()).hexdigest()]
     key = sha256(encode([task, *sources])).hexdigest()
     return msgspec.structs.replace(task, submission=str(copy), facts=str(facts), key=key)

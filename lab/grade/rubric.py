@@ -136,7 +136,9 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 def rubric_path(name: str) -> Path:
     """Return the file of a shipped rubric, or the one that is named."""
     shipped = FOLDER / f"{name}.toml"
-    return shipped if shipped.is_file() else Path(name)
+    if shipped.is_file():
+        return shipped
+    return Path(name)
 
 
 def rubric_text(name: str) -> str:

@@ -73,7 +73,9 @@ def read_own(paths: Sequence[Path]) -> OwnSteps:
     measurements = []
     runs: list[ObservedStep] = []
     for path in paths:
-        results = path / "results.json" if path.is_dir() else path
+        results = path
+        if path.is_dir():
+            results = path / "results.json"
         if results.suffix == ".json" and results.is_file():
             folder = results.resolve().parent.name
             measurements.append(_of_comparison(read_comparison(results), folder))
@@ -88,7 +90,9 @@ def read_own(paths: Sequence[Path]) -> OwnSteps:
 
 def shipped_sets() -> list[MeasuredSet]:
     """Return the comparison that comes with a checkout; an installed package has none."""
-    return read_own([_SHIPPED]).sets if _SHIPPED.is_dir() else []
+    if not _SHIPPED.is_dir():
+        return []
+    return read_own([_SHIPPED]).sets
 
 
 def steps_of_comparison(comparison: Comparison, name: str) -> OwnSteps:
@@ -170,7 +174,9 @@ def _bits(rate: LinkRate | None, where: str) -> float | None:
 def _hosts_of(cell: Cell) -> int:
     """Return the number of hosts of a cell's ranks: without a rate they may share one machine."""
     hosts = len({row.place for row in cell.runs[0].ranks})
-    return hosts if cell.ranks % hosts == 0 else 1
+    if cell.ranks % hosts:
+        return 1
+    return hosts
 
 
 def _of_table(path: Path) -> _Measurement:
@@ -300,7 +306,9 @@ def _state(measurement: _Measurement, batch: _Batch) -> PartOfState:
 
 def _about(measurement: _Measurement, first: ObservedStep) -> str:
     """Return where steps were measured, and what of the reader's settings stays."""
-    sentences = [measurement.about] if measurement.about else []
+    sentences = []
+    if measurement.about:
+        sentences.append(measurement.about)
     if first.rate_bits is None:
         sentences.append("The links are not stated: yours stay.")
     if not _is_known(first.model):
@@ -319,10 +327,10 @@ def _about(measurement: _Measurement, first: ObservedStep) -> str:
 def _title(measurement: _Measurement, batch: _Batch) -> str:
     first = batch.steps[0]
     nodes = ", ".join(str(number) for number in sorted({step.nodes for step in batch.steps}))
-    ranks = "" if first.ranks_per_node == 1 else f" of {first.ranks_per_node} ranks"
-    links = "" if first.rate_bits is None else f", {first.rate_bits / 1e9:g} Gbit/s"
+    title = f"{first.model or 'Steps'}: {nodes} nodes"
+    if first.ranks_per_node > 1:
+        title += f" of {first.ranks_per_node} ranks"
+    if first.rate_bits is not None:
+        title += f", {first.rate_bits / 1e9:g} Gbit/s"
     owner = "a rank" if batch.scaling == "weak" else "in all"
-    return (
-        f"{first.model or 'Steps'}: {nodes} nodes{ranks}{links}, {count(batch.size, 'sample')} "
-        f"{owner} ({measurement.name})"
-    )
+    return f"{title}, {count(batch.size, 'sample')} {owner} ({measurement.name})"

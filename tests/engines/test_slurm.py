@@ -229,7 +229,7 @@ def test_the_doctor_names_ranks_that_srun_has_dealt_out_in_turn(jobs, tmp_path):
     findings = json.loads((tmp_path / "0.json").read_text())["findings"]
     [found] = [finding for finding in findings if finding["name"] == "shared nodes"]
     assert found["status"] == "warning"
-    assert found["text"].startswith("2 nodes: ranks 0, 2 on node")
+    assert found["text"].startswith("2 nodes: ranks 0 and 2 on node")
     assert "4 times instead of 2" in found["text"]
     assert "ranks 0-1 on node" in found["remedy"]
 

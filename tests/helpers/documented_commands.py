@@ -51,7 +51,7 @@ CHECKS = {
     "pip install": Elsewhere("needs a package index"),
     "^tensorboard": Elsewhere("runs until you stop it"),
     r"submissions| train\.py": Elsewhere("tests/lab/audit and tests/lab/grade do it with cases"),
-    r" learn/(blind|10)|lab learn 10 --check|lab\.learn\.gallery": Elsewhere(
+    r" learn/(blind|10)|lab learn 10 --check|docs/learn/gallery": Elsewhere(
         "tests/lab/learn checks, breaks and draws the same"
     ),
     r"lab\.grade\.driver": Elsewhere("tests/lab/grade/test_courses.py runs the page's driver"),
@@ -72,7 +72,7 @@ CHECKS = {
     "--gpu_ids": Elsewhere("needs the GPUs that it names"),
     # lessons: a skeleton with blanks is not right yet
     r"lab learn \d --check": Elsewhere("tests/lab/learn checks the solution of every lesson"),
-    " learn/0|lab.learn.pictures": Elsewhere("tests/lab/learn runs the solutions, and draws"),
+    " learn/0": Elsewhere("tests/lab/learn runs the solutions, and draws"),
     "--predict ANSWER": Elsewhere("ANSWER stands for the student's own number; tests/lab/learn"),
     "main_gather": Elsewhere("tests/lab/learn/test_your_own_program.py runs and audits it"),
     "lab learn": quick(prints=r"Wrote learn/|stays as it is|Kept: "),

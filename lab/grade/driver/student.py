@@ -105,7 +105,9 @@ def student_place(error: BaseException) -> Place | None:
         for frame in frames
         if _in_submission(frame.filename)
     ]
-    return places[-1] if places else None
+    if not places:
+        return None
+    return places[-1]
 
 
 def calling_line() -> Place | None:

@@ -36,7 +36,7 @@ def write_scripts(folder: Path) -> None:
 
 def check(student: StudentFile, say: Say) -> float:
     """Return how many of the scripts lower the test loss on digits; their faults are answers."""
-    from lab.learn.gallery import train
+    from lab.learn.script_runs import train
 
     learning = 0
     for rank_0, *_ in train(list(BLIND), steps=_STEPS).values():

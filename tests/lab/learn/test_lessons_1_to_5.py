@@ -5,10 +5,10 @@ import json
 import re
 from pkgutil import resolve_name
 
+import pictures
 import pytest
 
 from common.errors import UserError
-from lab.learn import pictures
 from lab.learn.course import LESSONS
 from lab.learn.lessons import nodes, root_link
 from lab.learn.solutions import SOLUTIONS

@@ -3,11 +3,13 @@
 import re
 from pkgutil import resolve_name
 
+import gallery
+import numpy as np
 import pytest
 
 from common.errors import UserError
 from lab.audit.cases import read_scripts
-from lab.learn import gallery
+from lab.learn import script_runs
 from lab.learn.course import LESSONS
 from lab.learn.lessons import break_it, overlap
 from lab.learn.lessons.find_the_bug import BLIND, write_scripts
@@ -40,7 +42,7 @@ def numbers_of_page(wrong):
 
 @pytest.mark.slow
 def test_the_gallery_shows_what_each_wrong_script_computes():
-    traces = gallery.train([*sorted(RIGHTS), *gallery.WAYS], steps=2)
+    traces = script_runs.train([*sorted(RIGHTS), *gallery.WAYS], steps=2)
     for wrong, (_, right, name) in gallery.WAYS.items():
         shown = numbers_of_page(wrong)
         for script, (number, _, _) in zip((right, wrong), shown, strict=True):
@@ -53,7 +55,7 @@ def test_the_gallery_shows_what_each_wrong_script_computes():
 @pytest.mark.slow
 def test_the_gallery_shows_what_becomes_of_loss_and_accuracy():
     pairs = ("literal_4", "samples_no_sampler", "samples_order_without_set_epoch")
-    traces = gallery.train([gallery.RIGHT, *pairs])
+    traces = script_runs.train([gallery.RIGHT, *pairs], steps=gallery.STEPS)
     for wrong in pairs:
         shown = numbers_of_page(wrong)
         for script, (_, loss, accuracy) in zip((gallery.RIGHT, wrong), shown, strict=True):
@@ -67,15 +69,15 @@ def test_the_gallery_shows_what_becomes_of_loss_and_accuracy():
 
 def test_a_difference_within_that_of_the_seeds_is_not_seen_in_the_loss():
     def trace(loss, accuracy, gradient):
-        return gallery.Trace(
+        return script_runs.Trace(
             drawn=list(range(1440)),
             until=[8],
             gradients=[gradient],
             weights=[gradient],
-            tests=[gallery.TestResult(120, loss, accuracy)],
+            tests=[script_runs.TestResult(120, loss, accuracy)],
         )
 
-    own = gallery.np.ones(4)
+    own = np.ones(4)
     right = [trace(0.10, 0.97, own)] * 3
     traces = dict.fromkeys([*RIGHTS, *gallery.WAYS], right)
     traces |= {"literal_4": [trace(0.11, 0.90, 0.75 * own)] * 3}

@@ -166,7 +166,7 @@ def make_run(reports, name="PartTwo-ring/2026", **files):
 
 def test_two_ranks_here_and_their_runs_brought_back(ssh_here, capsys):
     """Collect merges what the hosts wrote after the launch, and replaces no other file."""
-    there, here = ssh_here / "there", ssh_here / "here"
+    there, here = ssh_here / "there", ssh_here / "my runs"
 
     def lab(*arguments):
         status = main([*map(str, arguments), *THERE, "--output-dir", str(here)])
@@ -190,6 +190,7 @@ def test_two_ranks_here_and_their_runs_brought_back(ssh_here, capsys):
     status, output = lab("collect")
     assert status == 0, output
     got = here / "PartTwo-ring" / "2026"
+    assert shlex.split(output.partition("next: ")[2])[:3] == ["lab", "report", str(got)]
     assert {path.name for path in got.iterdir()} == {
         "config.json",
         "logs_rank0.txt",

@@ -1,4 +1,4 @@
-"""The lessons' pictures: ``python -m lab.learn.pictures`` draws them all into docs/learn/images/.
+"""The lessons' pictures: ``python docs/learn/pictures.py`` draws them all into docs/learn/images/.
 
 ``PICTURES`` lists them. All are computed, so that they come out the same everywhere. A picture is
 one SVG file that follows its reader's light or dark mode.
@@ -32,7 +32,7 @@ Interval = tuple[float, float]
 Marks = Mapping[str, tuple[float, float]]
 
 
-def main(folder: Path = REPOSITORY / "docs/learn/images") -> None:
+def main(folder: Path) -> None:
     """Draw every picture into a folder."""
     for name, draw in PICTURES.items():
         save(draw, folder / f"{name}.svg")
@@ -324,4 +324,4 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
 }
 
 if __name__ == "__main__":
-    main()
+    main(Path(__file__).with_name("images"))
