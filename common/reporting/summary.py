@@ -251,8 +251,8 @@ def claim_text(claim: GradientClaim) -> str:
         return f"not checked for the mean: {claim.why_not}"
     weights = as_matrix(claim.weights)
     if is_mean(weights, claim.residue or 0.0, rounded=claim.rounded):
-        return f"every rank got the mean of all ranks', seen in step {claim.step}"
-    return f"NOT the mean of all ranks' in step {claim.step}: its weights stand in ranks.json"
+        return f"every rank got the mean over all ranks, seen in step {claim.step}"
+    return f"NOT the mean over all ranks in step {claim.step}: ranks.json has the weights"
 
 
 def _accuracy_text(setup: Setup, accuracy: float) -> str:

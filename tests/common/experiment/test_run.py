@@ -129,7 +129,7 @@ def test_the_end_of_a_run_has_the_numbers_of_its_report(tmp_path):
     assert f"{mean['step']:.3f} s (median of 4 steps, mean over 2 ranks)" in first.out
     assert f"exposed communication  {mean['sync']:.3f} s (" in first.out
     assert f"{32 / mean['step']:,.0f} samples/s: global batch / step time" in first.out
-    assert "every rank got the mean of all ranks', seen in step 1" in first.out
+    assert "every rank got the mean over all ranks, seen in step 1" in first.out
 
     steps = json_lines(runs / "mine" / "metrics.jsonl")
     iteration = statistics.fmean(step["step_seconds"] for step in steps[1:])
