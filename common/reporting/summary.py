@@ -211,15 +211,23 @@ def _card_rows(
         rows["tensors"] = memory_text(run_logger.memory)
     if summary.compile_seconds:
         rows["compile time"] = f"{summary.compile_seconds:.1f} s, before the first step"
-    rows["equal weights"] = "yes, on all ranks" if summary.nodes > 1 else "only one rank"
-    if not summary.ranks_hold_equal_weights:
-        rows["equal weights"] = "NO: the ranks hold different weights"
-    if measured is not None and measured.claim is not None:
-        rows["gradients"] = claim_text(measured.claim)
+    rows |= _agreement_rows(summary, measured)
     if summary.test_accuracy is None:
         rows["folder"] = run_logger.folder.path
     else:
         rows["report"] = run_logger.folder.report
+    return rows
+
+
+def _agreement_rows(summary: RunSummary, measured: RanksFile | None) -> dict[str, str]:
+    """Return whether the ranks ended with equal weights, and began with the mean gradient."""
+    rows = {"equal weights": "only one rank"}
+    if summary.nodes > 1:
+        rows["equal weights"] = "yes, on all ranks"
+    if not summary.ranks_hold_equal_weights:
+        rows["equal weights"] = "NO: the ranks hold different weights"
+    if measured is not None and measured.claim is not None:
+        rows["gradients"] = claim_text(measured.claim)
     return rows
 
 

@@ -19,7 +19,9 @@ def conclude(
     logs: Path,
     ended: str = "all processes on all nodes have ended",
 ) -> int | None:
-    """Say how a launch ended and return its exit status; None, and no word, if a rank failed.
+    """Say how a launch ended and return its exit status.
+
+    If a rank failed, say nothing and return None: the caller names the rank.
 
     failures : by rank, the exit statuses other than 0.
     stopped_by : the signal of ``STOPS`` that stopped the ranks; 0 if none did.

@@ -30,7 +30,7 @@ def write_log(log: Path, line: str) -> None:
 class PrefixedOutput:
     """Print lines with their node's number, on a terminal in a colour of its own.
 
-    shown, shows : whether calls print the lines of a node; ``show`` prints lines of any node.
+    shown : whether a call prints a node's lines; kept as ``shows``. ``show`` prints them always.
     ranks_per_node : with several, the numbers of calls are ranks, and each line names both.
     """
 

@@ -16,7 +16,8 @@ import psutil
 def supervise(pid: int, control: int, *, heard: Callable[[], object] = lambda: None) -> int:
     """Return a command's exit status, or -signal, when nothing that it started is left.
 
-    Call ``adopt_orphans`` before the command starts, else what its own children start may escape.
+    Call ``adopt_orphans`` (common/utils/processes.py) before the command starts, else what its own
+    children start may escape.
 
     Parameters
     ----------
