@@ -60,7 +60,7 @@ def check(student: StudentFile, say: Say) -> float:
 
 def _exposed_seconds(printed: str) -> list[float]:
     """Return the exposed seconds that rank 0 has printed, one for each size of bucket."""
-    return [float(seconds) for seconds in re.findall(r"(\d+\.\d+) s exposed", printed)]
+    return [float(seconds) for seconds in re.findall(r"(?<!\d)(\d+\.\d+) s exposed", printed)]
 
 
 class TwoSteps(NamedTuple):
