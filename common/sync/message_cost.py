@@ -11,8 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from common.utils.grouping import grouped
-
 # Copies for each collective: into contiguous memory, for the division, and back.
 COPIES_PER_PARAMETER = 3
 
@@ -96,12 +94,6 @@ class GradientSize(int):
 def with_shape(size: int) -> GradientSize:
     """Return ``size`` itself, or a vector of 4-byte entries for a plain int."""
     return size if isinstance(size, GradientSize) else GradientSize((size // 4,))
-
-
-def buffers(sizes: Iterable[int]) -> list[GradientSize]:
-    """Return the flat buffers for gradients of these ``sizes``, one for each itemsize."""
-    entries = grouped((size.itemsize, size.entries) for size in map(with_shape, sizes))
-    return [GradientSize((sum(counts),), itemsize) for itemsize, counts in entries.items()]
 
 
 # What each rank passes on around a ring, in tensors of a rank, by the number of ranks.
