@@ -34,6 +34,7 @@ from lab.grade import driven
 from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
 from lab.grade.facts import Facts, Try
 from lab.grade.findings import entries
+from lab.grade.judge import Run, judged, new_run
 from lab.grade.sandbox import Task, sandbox
 
 # Bytes of address space for reading the records.
@@ -102,11 +103,13 @@ def _audit_as_demanded(task: Task, folder: Path) -> list[Outcome]:
 def _checked(task: Task, folder: Path) -> Outcome:
     """Let a driver check a part on each number of ranks, whatever comes of the others."""
     outcomes: list[Outcome] = []
-    logs: dict[int, Path] = {}
+    runs: list[Run] = []
     for size in task.ranks:
         own = folder / f"driven{size}"
-        outcomes.append(_audit(msgspec.structs.replace(task, ranks=[size]), own))
-        logs[size] = own / f"{size}-ranks"
+        run = new_run(own / f"{size}-ranks", size)
+        one_size = msgspec.structs.replace(task, ranks=[size])
+        outcomes.append(_audit(one_size, own, inputs=run.inputs))
+        runs.append(run)
     results = [outcome.result for outcome in outcomes]
     result = dataclasses.replace(
         results[-1],
@@ -115,19 +118,22 @@ def _checked(task: Task, folder: Path) -> Outcome:
         failure=next((each.failure for each in results if each.failure), None),
     )
     ended = [reason for outcome in outcomes for reason in outcome.ended]
-    return Outcome(
-        task, result, ended, None, driven.driven_facts(result, logs, entries(task.findings))
-    )
+    verdicts = dict(zip(task.ranks, judged(task.driver, task.driven_part, runs), strict=True))
+    facts = driven.driven_facts(result, verdicts, entries(task.findings))
+    return Outcome(task, result, ended, None, facts)
 
 
-def _audit(task: Task, folder: Path) -> Outcome:
-    """Audit a script with the command of a task."""
+def _audit(task: Task, folder: Path, *, inputs: Sequence[bytes] = ()) -> Outcome:
+    """Audit a script with the command of a task.
+
+    inputs : what each rank reads from stdin.
+    """
     folder.mkdir()
     os.environ.update(task.environment)
     os.chdir(task.cwd)
     ended: list[str] = []
     steps = driven.STEPS if task.is_driven else STEPS
-    settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds)
+    settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds, inputs=inputs)
     network = partial(_network, task, ended)
     command = AuditCommand(tuple(task.words))
     result = audit_script(command, task.ranks, folder, settings, network)
