@@ -463,8 +463,9 @@ def sent_bytes(cluster, sync, steps, folder):
         "ring",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gather_scatter", "all_reduce", "tree", "overlapped", "ddp")
+            for name in ("gather_scatter", "all_reduce", "ddp")
         ),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("tree", "overlapped")),
     ],
 )
 def test_bytes_on_the_links_are_those_of_the_formula(forking, sync, tmp_path):
