@@ -208,7 +208,7 @@ def test_functions_of_common_take_few_parameters():
 # "lab" are the files directly there. Lower a row with each cut; whoever raises one says in the
 # commit what for.
 MOST_STATEMENTS = {
-    "benchmarks": 860,
+    "benchmarks": 830,
     "common": 710,
     "common/config": 380,
     "common/data": 330,
@@ -224,8 +224,8 @@ MOST_STATEMENTS = {
     "courses": 350,
     "lab": 260,
     "lab/audit": 4690,
-    "lab/calibrate": 610,
-    "lab/cluster": 660,
+    "lab/calibrate": 600,
+    "lab/cluster": 630,
     "lab/compare": 1030,
     "lab/comparison": 290,
     "lab/doctor": 390,
