@@ -208,7 +208,7 @@ def test_functions_of_common_take_few_parameters():
 # "lab" are the files directly there. Lower a row with each cut; whoever raises one says in the
 # commit what for.
 MOST_STATEMENTS = {
-    "benchmarks": 860,
+    "benchmarks": 830,
     "common": 710,
     "common/config": 380,
     "common/data": 330,
@@ -224,20 +224,20 @@ MOST_STATEMENTS = {
     "courses": 350,
     "lab": 260,
     "lab/audit": 4690,
-    "lab/calibrate": 610,
-    "lab/cluster": 660,
+    "lab/calibrate": 600,
+    "lab/cluster": 630,
     "lab/compare": 1030,
     "lab/comparison": 290,
     "lab/doctor": 390,
     "lab/evidence": 220,
     "lab/explain": 160,
     "lab/fleet": 100,
-    "lab/grade": 1800,
-    "lab/learn": 1710,
+    "lab/grade": 1810,
+    "lab/learn": 1680,
     "lab/predict": 2250,
     "lab/proofs": 490,
     "lab/report": 1840,
-    "lab/ssh": 650,
+    "lab/ssh": 670,
     "lab/whatif": 520,
 }
 # Over common, lab and benchmarks together. The goal is 30 complex functions.

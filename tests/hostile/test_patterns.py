@@ -45,6 +45,7 @@ ELSEWHERE = {
         environment._USER_RULES, environment._TORCHRUN_RULES
     ),
     ("lab/grade/rubric.py", "pattern"): lambda: [pattern for pattern, _ in rubric._RESERVED],
+    ("lab/learn/lessons/nodes.py", "pattern"): lambda: patterns_given_to("print_seconds"),
     ("lab/ssh/hosts.py", "pattern"): lambda: [pattern for pattern, *_ in hosts.REFUSALS],
 }
 
@@ -52,6 +53,24 @@ ELSEWHERE = {
 def texts_of(*tables) -> list[str]:
     rules = [allowed for table in tables for allowed, _ in table.values()]
     return [allowed for allowed in rules if isinstance(allowed, str)]
+
+
+def patterns_given_to(function: str) -> list[str]:
+    """Return the texts in the calls of a function."""
+    calls = [
+        node
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function
+    ]
+    found = [
+        argument.value
+        for call in calls
+        for argument in call.args
+        if isinstance(argument, ast.Constant)
+    ]
+    assert found
+    return found
 
 
 # It searches lines of a limited length, for the patterns of known_errors.toml, which are tried too.
