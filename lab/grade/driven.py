@@ -15,9 +15,8 @@ from lab.audit.findings.finding import FAULT, CatalogueEntry
 from lab.audit.report import AuditContent, FindingContent, LineContent, RunContent, content_of
 from lab.audit.result import AuditResult, titled
 from lab.grade.facts import CANNOT_TELL, FOUND_FAULTS
-from lab.grade.judge import SILENT, FoundInRun, Verdict
+from lab.grade.judge import RUNNER, SILENT, FoundInRun, Verdict
 
-RUNNER = Path(__file__).with_name("driver")
 PLACEHOLDER = "{driver}"
 # Optimiser steps after which the probe would end the driver: never.
 STEPS = 1_000_000

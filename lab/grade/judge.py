@@ -6,13 +6,16 @@ course's driver makes their data again from the seeds, computes what is right, a
 end it.
 """
 
+import argparse
 import base64
 import binascii
 import json
 import math
+import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +29,8 @@ import lab
 from common.errors import reason_of
 from common.utils.atomic_files import read_regular
 from common.utils.processes import how_ended
+from common.utils.system import free_port
+from lab.audit.runner import start_process
 from lab.grade.driver.mark import MARK
 
 if TYPE_CHECKING:  # torch is imported only in the process that judges
@@ -33,6 +38,7 @@ if TYPE_CHECKING:  # torch is imported only in the process that judges
 
     from lab.grade.driver.checks import Check, Message
 
+RUNNER = Path(__file__).with_name("driver")
 _LIMIT_SECONDS = 120.0
 # Of what a rank printed; a check of the shipped courses returns up to half a megabyte.
 _MOST_LOG = 2**25
@@ -57,6 +63,10 @@ class Run(msgspec.Struct):
     def size(self) -> int:
         """The number of ranks."""
         return len(self.seeds)
+
+    def log(self, rank: int) -> Path:
+        """Return the file of what a rank printed."""
+        return Path(self.folder) / f"rank{rank}.log"
 
     @property
     def inputs(self) -> list[bytes]:
@@ -131,14 +141,53 @@ def judged(driver: str, part: str, runs: Sequence[Run]) -> list[Verdict]:
 
 
 def main() -> int:
-    """Judge the runs that stdin describes."""
-    from lab.grade.driver.running import load_driver
-
+    """Judge the runs that stdin describes; with arguments, run a file's ranks here first."""
+    if len(sys.argv) > 1:
+        return try_here(sys.argv[1:])
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=_Request)
-    driver = load_driver(request.driver)
-    verdicts = [_verdict(driver, request.part, run) for run in request.runs]
+    verdicts = verdicts_on(request.driver, request.part, request.runs)
     print(f"\n{msgspec.json.encode(verdicts).decode()}")
     return 0
+
+
+def try_here(arguments: Sequence[str]) -> int:
+    """Run a part's checks on a file, show the ranks' output, and print the verdict."""
+    parser = argparse.ArgumentParser(prog="python -m lab.grade.judge", description=__doc__)
+    parser.add_argument("driver", help="the course's driver")
+    parser.add_argument("part", help="a name in its PARTS")
+    parser.add_argument("script", help="the student's file")
+    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
+    args = parser.parse_args(arguments)
+    driver = Path(args.driver).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        run = new_run(Path(folder), args.ranks)
+        started: list[subprocess.Popen[bytes]] = []
+        port = str(free_port(address="127.0.0.1"))
+        for rank, given in enumerate(run.inputs):
+            place = ["127.0.0.1", port, str(args.ranks), str(rank)]
+            words = [sys.executable, str(RUNNER), str(driver), args.part, *place, args.script]
+            started.append(start_process(words, os.environ, Path.cwd(), run.log(rank), given))
+        for rank, process in enumerate(started):
+            process.wait()
+            for line in run.log(rank).read_text(errors="replace").splitlines():
+                if line and not line.startswith(MARK):
+                    print(f"rank {rank} | {line}")
+        [verdict] = verdicts_on(str(driver), args.part, [run])
+    for title in verdict.passed:
+        print(f"passed: {title}")
+    for found in verdict.found:
+        print(f"{found.name}: {found.evidence}")
+    if verdict.stopped:
+        print(f"stopped: {verdict.stopped}")
+    return 0 if verdict.end == "done" and not verdict.found else 1
+
+
+def verdicts_on(driver: str, part: str, runs: Sequence[Run]) -> list[Verdict]:
+    """Return the verdict on each run, from this process."""
+    from lab.grade.driver.running import load_driver
+
+    module = load_driver(driver)
+    return [_verdict(module, part, run) for run in runs]
 
 
 class _Error(msgspec.Struct):
@@ -161,7 +210,7 @@ class _Record(msgspec.Struct):
 def _verdict(driver: ModuleType, part: str, run: Run) -> Verdict:
     """Judge one check after another, until one was not run to its end on all ranks."""
     checks: Sequence[Check] = driver.PARTS[part]
-    of_ranks = [_records(Path(run.folder) / f"rank{rank}.log") for rank in range(run.size)]
+    of_ranks = [_records(run.log(rank)) for rank in range(run.size)]
     verdict = Verdict()
     for number, check in enumerate(checks):
         records = [records.get(number) for records in of_ranks]
