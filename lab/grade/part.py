@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,7 @@ from lab.audit.cli import STEPS
 from lab.audit.command import AuditCommand
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import RankRecords, Recording
-from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Start, Step
+from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Searched, Start, Step
 from lab.audit.report import OWN_FAULT, AuditContent, content_of
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
@@ -36,6 +37,7 @@ from lab.grade.facts import Facts, Try
 from lab.grade.findings import entries
 from lab.grade.judge import Run, judged, new_run
 from lab.grade.sandbox import Task, sandbox
+from lab.grade.traces import traces
 
 # Bytes of address space for reading the records.
 _MOST_MEMORY = 8 * 2**30
@@ -43,6 +45,7 @@ _MOST_MEMORY = 8 * 2**30
 _MOST_NAMES = 999
 _LONGEST_NAME = 99
 _MOST_REPLACED = 5
+_MOST_TRACES = 5
 # Other commands for a script that refuses the demanded one; they begin within its time limit.
 _MOST_TRIES = 7
 # <asm/unistd.h> and <linux/keyctl.h>
@@ -172,7 +175,7 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
         audit=last.checked or content_of(result),
         used=_used(ranks),
         whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
-        doubts=_doubts(result, last.ended),
+        doubts=[*_doubts(result, last.ended), *islice(traces(Path(task.submission)), _MOST_TRACES)],
         seconds=seconds,
         script=task.script,
         command=shown_command(task),
@@ -216,6 +219,8 @@ def _doubts_of(recording: Recording) -> Iterator[str]:
         yield "records that no probe began"
     if any(len(process.of(Start)) > 1 for process in processes):
         yield "the records of a process begin twice"
+    for search in [record for process in processes for record in process.of(Searched)]:
+        yield f"{search.at or 'the script'} looks for the audit: {search.what}"
     replaced: set[str] = set()
     for process in processes:
         for cut in process.of(Cut):
