@@ -134,7 +134,7 @@ def _with_torchrun_flags(typed: Sequence[str], start: int, nodes: int) -> list[s
     """Return a command of torchrun with the flags that place a host, from word ``start`` on."""
     program = list(typed[:start])
     if typed[0] == "torchrun":  # as a module: no program torchrun need be in PATH
-        program = ["python", "-m", "torch.distributed.run"]
+        program = ["python", "-P", "-m", "torch.distributed.run"]
     return [*program, *_torchrun_flags(typed, nodes), *typed[start:]]
 
 
