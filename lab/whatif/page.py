@@ -5,21 +5,18 @@ numbers that a reader without JavaScript sees. The page can neither load nor run
 Content-Security-Policy names the hashes of its own scripts and of its style.
 """
 
-import base64
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
 from markupsafe import Markup
 
 from common.say import bytes_text, duration_text, range_text
 from common.utils.atomic_files import write_atomically
+from lab.html_page import content_policy, page_template
 from lab.predict.calibration_file import Calibration, calibration_path, find_calibration
 from lab.predict.cli import GRADIENT_BYTES
 from lab.predict.cluster import TypicalCluster, typical_latency
@@ -77,17 +74,9 @@ def render(data: Mapping[str, Any], calibration: Calibration) -> str:
     """Return the page. jinja2 escapes every text; scripts, style and data stay as they are."""
     style = "".join(_file(f"{name}.css") for name in _STYLES)
     scripts = [_file(f"{name}.js") for name in _SCRIPTS]
-    policy = [
-        "default-src 'none'",
-        f"script-src {' '.join(map(_hash, scripts))}",
-        f"style-src {_hash(style)}",
-        "img-src data: blob:",
-        "base-uri 'none'",
-        "form-action 'none'",
-    ]
-    return _template().render(
+    return page_template(_HERE / "page.html.jinja").render(
         data=data,
-        policy=Markup("; ".join(policy)),
+        policy=content_policy(scripts, [style]),
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         json=Markup(_json(data)),
@@ -117,28 +106,10 @@ def _file(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
-    """Return what names a block in the policy."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
 def _json(data: Mapping[str, Any]) -> str:
     """Return the data so that no text in it ends the block or begins a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c")
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.jinja")
 
 
 def preset_rows(
