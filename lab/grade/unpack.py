@@ -165,7 +165,6 @@ class _Limited:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self.seek(0)
 
     def read(self, size: int) -> bytes:
         """Return the next bytes; UserError where tarfile takes a header's size for true."""
