@@ -5,6 +5,7 @@ models, the strategies with their plans and the calibration come from here, so t
 written twice.
 """
 
+import json
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -32,15 +33,15 @@ from lab.predict import (
     priors,
     scenario,
     tables,
-    validation,
 )
 from lab.predict.calibration_file import Calibration
 from lab.predict.sentences import templates
 from lab.strategy_style import color, marker_outline
 
 FORMAT = 1
-_FAMILIES = {"gloo": "Gloo", "nccl": "NCCL"}
 _LARGEST = sys.float_info.max  # JSON has no infinity
+# How far predictions of published steps were off; benchmarks/predictions.py --write makes it.
+FAMILIES = Path(__file__).with_name("families.json")
 _PRESETS = Path(__file__).with_name("presets.toml")
 
 
@@ -173,20 +174,6 @@ class PageModel(Struct):
     least_samples: int
 
 
-class Family(Struct):
-    """How far predictions of measured steps were off: fractions, over the rows of a backend.
-
-    inside : the share of the rows that lie in their 80 % interval.
-    """
-
-    backend: str
-    label: str
-    rows: int
-    median: float
-    p90: float
-    inside: float
-
-
 def page_data(
     calibration: Calibration,
     *,
@@ -212,7 +199,7 @@ def page_data(
         "calibration": _calibration(calibration, is_reference=is_reference),
         "presets": _presets(calibration),
         "sentences": templates(),
-        "families": _families(),
+        "families": json.loads(FAMILIES.read_bytes()),
         "measured": measured,
         "questions": questions,
     }
@@ -346,21 +333,3 @@ def _presets(calibration: Calibration) -> list[Preset]:
         entry["state"] = {"model": calibration.model} | entry["state"]
         presets.append(msgspec.convert({"id": name} | entry, Preset))
     return presets
-
-
-def _families() -> list[Family]:
-    """Return how far predictions of the published steps were off, by backend."""
-    found = validation.scores(validation.validate(validation.shipped_rows()))
-    families = []
-    for backend, label in _FAMILIES.items():
-        score = found[backend]
-        family = Family(
-            backend=backend,
-            label=label,
-            rows=score.rows,
-            median=score.median_error,
-            p90=score.p90_error,
-            inside=score.inside,
-        )
-        families.append(family)
-    return families

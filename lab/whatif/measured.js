@@ -246,7 +246,7 @@ const Measured = (() => {
   function stated(data, set, state) {
     const family = Words.error(data, { ...state, costs: "typical", backend: set.family || state.backend });
     if (!set.is_published) return family;
-    return `${family} That error predicts each group without its own rows, and with the step of one node where it was measured; this page's priors were fitted to all of them.`;
+    return `${family} That error is of predictions with the step of one node where it was measured.`;
   }
 
   function listen(data) {

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
+from benchmarks.predictions import scores, validate
 from common.errors import UserError
 from common.sync import STRATEGIES
 from lab.predict.common_models import common_models, model_called
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import published_path, read_published
-from lab.predict.validation import scores, validate
 from tests.lab.predict.measured_steps import COLUMNS, table
 
 
