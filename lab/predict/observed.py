@@ -19,7 +19,7 @@ from common.utils.grouping import grouped
 from common.utils.registry import choices_text
 from lab.predict.event_model import LARGEST_NODES
 from lab.predict.fitting import MeasuredStep, fit
-from lab.predict.priors import Beliefs, Prior
+from lab.predict.priors import HIGH_Z, Beliefs, Prior
 from lab.predict.scenario import Scenario
 from lab.predict.step_tables import Row, read_rows
 from lab.predict.tables import message_plans
@@ -30,7 +30,6 @@ _SHORTEST = 0.9  # of computing alone: measurements scatter
 _ALIKE = 1.5  # two measurements of one cell differ by no more than this
 _EXPLAINED = 1.5  # measured over fitted step, and the inverse, that a fit may leave
 _MOVED = 0.25  # z from which a prior's move is told
-_HIGH = 1.2816  # z of a prior's high value
 
 
 @dataclass(frozen=True)
@@ -178,22 +177,15 @@ class FittedCell:
 
 
 @dataclass(frozen=True)
-class MovedPrior:
-    """A prior that a fit moved: its typical value before, and value, low and high after."""
-
-    prior: Prior
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class ClusterFit:
-    """What measured steps said: the beliefs, each step, and the priors that moved."""
+    """What measured steps said: the beliefs, each step, and the priors that moved.
+
+    moved : each prior as it was, and as it became.
+    """
 
     beliefs: Beliefs
     cells: Sequence[FittedCell]
-    moved: Sequence[MovedPrior]
+    moved: Sequence[tuple[Prior, Prior]]
 
     def as_json(self) -> dict[str, Any]:
         """Return steps and moved priors with names."""
@@ -213,13 +205,13 @@ class ClusterFit:
         ]
         moved = [
             {
-                "prior": move.prior.name,
-                "before": move.prior.typical,
-                "after": move.value,
-                "low": move.low,
-                "high": move.high,
+                "prior": before.name,
+                "before": before.typical,
+                "after": after.typical,
+                "low": after.low,
+                "high": after.high,
             }
-            for move in self.moved
+            for before, after in self.moved
         ]
         return {"steps": cells, "priors": moved}
 
@@ -232,10 +224,10 @@ class ClusterFit:
                 f"{duration_text(cell.step.step_seconds)}, predicted "
                 f"{duration_text(cell.before)} before and {duration_text(cell.after)} after the fit"
             )
-        for move in self.moved:
+        for before, after in self.moved:
             lines.append(
-                f"  {move.prior.meaning}: {_digits(move.prior.typical)} -> {_digits(move.value)} "
-                f"(80 %: {_digits(move.low)} to {_digits(move.high)})"
+                f"  {before.meaning}: {_digits(before.typical)} -> {_digits(after.typical)} "
+                f"(80 %: {_digits(after.low)} to {_digits(after.high)})"
             )
         if not self.moved:
             lines.append("  no prior moved noticeably")
@@ -329,20 +321,18 @@ def _check(step: ObservedStep, asked: Scenario) -> None:
         )
 
 
-def _moved(after: Beliefs) -> list[MovedPrior]:
-    """Return the priors that moved noticeably, the farthest first."""
-    spreads = np.sqrt(np.sum(after.root**2, axis=1))
-    order = np.argsort(-np.abs(after.mean))
+def _moved(after: Beliefs) -> list[tuple[Prior, Prior]]:
+    """Return the priors that moved noticeably, the farthest first, before and after."""
+    spreads = HIGH_Z * np.sqrt(np.sum(after.root**2, axis=1))
     moved = []
-    for index in order:
+    for index in np.argsort(-np.abs(after.mean)):
         prior = after.priors[index]
         mean = after.mean[index]
         if abs(mean) < _MOVED:
             continue
-        low, value, high = (
-            float(prior.at(mean + side * spreads[index])) for side in (-_HIGH, 0, _HIGH)
-        )
-        moved.append(MovedPrior(prior, value, low, high))
+        ends = prior.at(mean + spreads[index] * np.array([-1.0, 0.0, 1.0]))
+        low, typical, high = ends.tolist()
+        moved.append((prior, replace(prior, low=low, typical=typical, high=high)))
     return moved
 
 

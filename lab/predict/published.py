@@ -14,7 +14,7 @@ from typing import Any
 from common.sync.plans.base import MessagePlan
 from lab.predict.calibration_file import Calibration, load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
-from lab.predict.common_models import evenly, model_called
+from lab.predict.common_models import TENSORS, evenly, model_called
 from lab.predict.compute_model import LEAST_SAMPLES
 from lab.predict.event_model import LARGEST_NODES
 from lab.predict.fitting import MeasuredStep
@@ -24,7 +24,6 @@ from lab.predict.scenario import MOST_RANKS_PER_NODE, Scenario
 from lab.predict.step_tables import Row, read_rows
 from lab.predict.tables import message_plans
 
-_TENSORS = 50  # of a model that nobody knows
 _RDMA = re.compile(r"\b(rdma|infiniband|ib|roce(v[12])?|efa)\b", re.IGNORECASE)
 _TCP = re.compile(r"\b(tcp|ipoib)\b", re.IGNORECASE)
 _TEXTS = ("group", "model", "transport", "software")
@@ -110,7 +109,7 @@ class PublishedStep:
             node_step = max(self.one_node_step_s, step_seconds)
         own = with_own_step(_reference(), step_seconds, step_samples)
         nbytes = 1e6 * self.grad_megabytes
-        model = model_called(self.model, nbytes) or evenly(nbytes / 4, _TENSORS)
+        model = model_called(self.model, nbytes) or evenly(nbytes / 4, TENSORS)
         scenario = Scenario(
             calibration=model.of(own, nbytes),
             batch_size=samples,

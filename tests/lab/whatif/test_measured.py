@@ -12,9 +12,9 @@ from lab.predict.tables import message_plans, predict_table
 from lab.whatif.data import page_data
 from lab.whatif.measured import published_sets
 from lab.whatif.own_steps import shipped_sets
-from lab.whatif.page import scenario_of
 from tests.helpers import ROOT
 from tests.helpers.node import needs_node, run_scripts
+from tests.helpers.whatif_scenarios import scenario_of
 
 SHIPPED = ROOT / "reports" / "samples" / "compare-digits-1gbit" / "results.json"
 

@@ -14,8 +14,8 @@ from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.printing import answer
 from lab.predict.priors import load_priors
 from lab.whatif.data import State
-from lab.whatif.page import scenario_of, steps_of
 from tests.helpers.node import needs_node, run_script, run_scripts
+from tests.helpers.whatif_scenarios import scenario_of, steps_of
 from tests.helpers.whatif_states import Page, add_states
 
 pytestmark = needs_node
