@@ -168,40 +168,6 @@ def test_each_setting_that_changes_a_prediction_takes_the_points_away(data):
 
 
 @needs_node
-def test_the_nearest_set_has_the_same_backend_then_model_rate_and_ranks(data):
-    """Each setting counts more than all those after it."""
-    expression = """(() => {
-      const { data } = given;
-      const gpus = { ...State.defaults(data), costs: "typical", backend: "nccl", transport: "tcp",
-        model: "resnet50_imagenet", gradient_type: "fp16", step_ms: 300, rate_gbit: 25,
-        ranks_per_node: 8 };
-      const changes = [{}, { ranks_per_node: 1, rate_gbit: 10 }, { transport: "rdma" },
-        { model: "bert_base", gradient_type: "fp32", ranks_per_node: 1, rate_gbit: 10 },
-        { backend: "gloo", rate_gbit: 1 },
-        { model: "own", parameters: 3.4e8, rate_gbit: 40, ranks_per_node: 4 },
-        { rate_gbit: 1000 }];
-      return changes.map((change) => {
-        const state = { ...gpus, ...change };
-        const set = Measured.nearest(data, state);
-        const texts = [1, 7, 64].map((nodes) =>
-          Measured.nearestText(set, { ...state, focus: "ddp", nodes }));
-        return [set.id, texts];
-      });
-    })()"""
-    found = run_scripts(expression, {"data": data})
-    names = [name for name, _ in found]
-    assert names == [
-        *["aws-p3-a", "orion-4x3090-2", "horovod-16gpu-25G-4", "cos568-A-gpu"],
-        *["compare-digits-1gbit", "1bitadam-eth", "aws-p3-a"],
-    ]
-    _, (alone, seven, many) = found[0]
-    assert alone.startswith("Nearest measured: ResNet-50: 2, 4, 8 nodes of 8 ranks")
-    assert "415 ms on 2 nodes" in alone
-    assert "443 ms on 8 nodes" in seven
-    assert "443 ms on 8 nodes" in many
-
-
-@needs_node
 def test_most_points_on_one_side_are_one_sentence():
     cases = [
         ["below"] * 3,
