@@ -900,5 +900,3 @@ const Engine = (() => {
     row, curve, draws, interval, said, priorsOf, leastSamples, lineTerms, lineSeconds, parts,
   };
 })();
-
-if (typeof module !== "undefined") module.exports = Engine;

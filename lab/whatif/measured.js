@@ -176,4 +176,3 @@ const Measured = (() => {
 
   return { start, setCalled, points, compared, sidesText, differences, choose };
 })();
-if (typeof module !== "undefined") module.exports = Measured;

@@ -545,4 +545,3 @@ const Page = (() => {
 
   return { show, back, draw, say, fill, cell, state: () => State.copy(state), data: () => data };
 })();
-if (typeof module !== "undefined") module.exports = Page;

@@ -754,4 +754,3 @@ const Pictures = (() => {
 
   return { timeline, steps, efficiency, bytes, mark, save };
 })();
-if (typeof module !== "undefined") module.exports = Pictures;

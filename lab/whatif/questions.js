@@ -341,4 +341,3 @@ const Questions = (() => {
     line,
   };
 })();
-if (typeof module !== "undefined") module.exports = Questions;

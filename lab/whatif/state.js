@@ -225,4 +225,3 @@ const State = (() => {
 
   return { FIELDS, defaults, copy, same, problem, check, encode, decode, command };
 })();
-if (typeof module !== "undefined") module.exports = State;

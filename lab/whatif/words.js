@@ -330,4 +330,3 @@ const Words = (() => {
     sentence, sentenceOf, softwareLimit, limits, error, batch, about, bestPurchases,
   };
 })();
-if (typeof module !== "undefined") module.exports = Words;
