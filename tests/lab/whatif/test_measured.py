@@ -73,7 +73,7 @@ def test_a_title_begins_with_what_a_reader_knows_and_has_the_measured_batch():
 
 
 def test_the_state_of_a_set_predicts_what_validation_predicts():
-    """Within 2 %: the page takes a model's own size, a row the published megabytes."""
+    """Within 2.5 %: the page takes a model's own tensors, a row equal ones of its megabytes."""
     calibration = load_calibration(reference_path())
     beliefs = Beliefs.of(load_priors())
     rows = {row.measured_step_s: row for row in read_published(published_path())}
@@ -85,7 +85,7 @@ def test_the_state_of_a_set_predicts_what_validation_predicts():
             if cell.scenario.node_step_seconds is not None:
                 continue  # the page takes a typical loss
             expected = float(cell.predicted(cell.scenario))
-            assert float(cell.predicted(scenario)) == pytest.approx(expected, rel=0.02), found.id
+            assert float(cell.predicted(scenario)) == pytest.approx(expected, rel=0.025), found.id
             compared += 1
     assert compared > 30
 

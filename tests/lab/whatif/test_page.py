@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from lab.cli import main
-from lab.predict.calibration_file import find_calibration, load_calibration, reference_path
+from lab.predict.calibration_file import load_calibration, reference_path
 from lab.whatif import page
 from lab.whatif.data import State
 from tests.helpers import ROOT
@@ -66,10 +66,9 @@ def written(what_if):
 @pytest.fixture(scope="module")
 def hostile(what_if):
     """A page of a calibration whose name is HTML."""
-    calibration, _ = find_calibration()
     data = what_if.data
     data["calibration"]["name"] = HOSTILE
-    return Blocks(page.render(data, calibration))
+    return Blocks(page.render(data))
 
 
 def hash_of(text):
