@@ -218,7 +218,7 @@ MOST_STATEMENTS = {
     "common/models": 230,
     "common/profiling": 330,
     "common/reporting": 580,
-    "common/sync": 1450,
+    "common/sync": 1440,
     "common/training_engine": 1130,
     "common/utils": 750,
     "courses": 350,
@@ -273,7 +273,7 @@ PARTS_OF_COMMON = {
 }
 MOST_PER_100_STATEMENTS = {"ternaries": 2.8, "comprehensions": 7.3}
 COMPLEX = 12
-MOST_COMPLEX_FUNCTIONS = 43
+MOST_COMPLEX_FUNCTIONS = 30
 
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 BRANCHES = (

@@ -254,28 +254,21 @@ class Cluster:
         self,
         command: Sequence[str],
         *,
-        nodes: Sequence[int] | None = None,
         ranks: Sequence[int] | None = None,
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         logs: Path | None = None,
     ) -> None:
-        """Start a command for each rank of ``nodes`` (default: all), and return at once.
+        """Start a command for each of ``ranks`` (default: all), and return at once.
 
-        ranks : start it for these only. environment : added to this process's own. logs : another
-        folder for the output. The command's placeholders are filled in.
+        environment : added to this process's own. logs : another folder for the output. The
+        command's placeholders are filled in.
 
         Raises UserError for an unknown placeholder, and for a rank whose program still runs.
         """
-        chosen = ranks
-        if chosen is None:
-            chosen = self._ranks_of(range(self.nodes) if nodes is None else nodes)
+        chosen = range(self.ranks) if ranks is None else ranks
         for rank in chosen:
-            self._check_node(rank // self.ranks_per_node)
-            if any(program.rank == rank for program in self._running()):
-                raise UserError(
-                    f"{self._name(rank)} still runs the previous command: wait for it, or kill it"
-                )
+            self._check_idle(rank)
         if self.loopback and not self._running():  # nodes that join later use the same port
             self._port = free_port(address="127.0.0.1")
         variables = node_environment(
@@ -293,17 +286,24 @@ class Cluster:
                 port=self._port,
                 ranks_per_node=self.ranks_per_node,
             )
-            name = self._name(rank)
-            if self.ranks_per_node > 1:
-                name += ","
-            elif any("{rank}" in word for word in command):
-                name += f", rank {rank},"
             node = rank // self.ranks_per_node
             program = NodeProgram(rank, self.ranks, node, self.loopback, filled, variables, folder)
-            self._start(program, name, self.log(rank, logs))
+            self._start(program, self._name_in(command, rank), self.log(rank, logs))
 
-    def _ranks_of(self, nodes: Sequence[int]) -> list[int]:
-        return [rank for node in nodes for rank in self._nodes.ranks_of(node)]
+    def _check_idle(self, rank: int) -> None:
+        """Raise UserError unless there is such a rank, and nothing of it runs."""
+        self._check_node(rank // self.ranks_per_node)
+        if any(program.rank == rank for program in self._running()):
+            raise UserError(
+                f"{self._name(rank)} still runs the previous command: wait for it, or kill it"
+            )
+
+    def _name_in(self, command: Sequence[str], rank: int) -> str:
+        """Return what a message calls a rank's program: with its rank, if it knows its rank."""
+        name = self._name(rank)
+        if self.ranks_per_node > 1:
+            return f"{name},"
+        return f"{name}, rank {rank}," if any("{rank}" in word for word in command) else name
 
     def _name(self, rank: int) -> str:
         """Return a rank's name for a person: "node 2", or "node 1, rank 2"."""
