@@ -233,7 +233,7 @@ MOST_STATEMENTS = {
     "lab/explain": 160,
     "lab/fleet": 100,
     "lab/grade": 1800,
-    "lab/learn": 1710,
+    "lab/learn": 1680,
     "lab/predict": 2030,
     "lab/proofs": 490,
     "lab/report": 1840,
