@@ -11,6 +11,7 @@ of each step. A table comes last. --dry-run does the same on the CPU, with tiny 
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -148,29 +149,24 @@ def missing_packages() -> list[str]:
 
 def run_step(step: Step, out: Path, limit_seconds: float) -> dict[str, Any]:
     """Run one step, and end everything that it has started; return what becomes of it."""
-    import psutil  # once it is known to be there
+    # What these need is known to be there by now.
+    from common.utils.processes import adopt_orphans, start_child
+    from lab.fleet.supervision import kill_descendants
 
     began = time.monotonic()
     log = out / f"{step.name}.log"
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    with log.open("wb") as output:
-        process = psutil.Popen(
+    adopt_orphans()
+    status = None
+    with log.open("wb") as output, contextlib.suppress(subprocess.TimeoutExpired):
+        status = start_child(
             [sys.executable, *step.command],
-            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": path},
-        )
-        started: set[psutil.Process] = {process}
-        while process.poll() is None and time.monotonic() < began + limit_seconds:
-            started.update(process.children(recursive=True))  # also those whose parent ends later
-            time.sleep(0.1)
-    status = process.poll()
-    left = [child for child in started if child.is_running()]
-    for child in left:  # nothing may hold the GPU any longer
-        child.kill()
-    psutil.wait_procs(left, timeout=10)
+        ).wait(limit_seconds)
+    kill_descendants()  # nothing may hold the GPU any longer
     lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
     ended = "failed"
     if status is None:

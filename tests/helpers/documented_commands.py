@@ -119,7 +119,6 @@ CHECKS = {
     f"{FAST} --distributed": long(f"{SMALL} --no-amp", prints=EQUAL),
     f"nproc-per-node 2 .*{FAST}": long(f"{SMALL} --no-amp", prints=EQUAL),
     FAST: long(f"{SMALL} --no-amp", prints="test accuracy"),
-    "--max-steps 200": long(SMALL, prints="test accuracy"),
     # the parts, and scripts; README.md's first command must work at once
     "PartOne.*digits": slow("--max-steps 3", prints="mean iteration time .*without the first"),
     "--compute measured": long(prints="EMULATED"),
