@@ -21,7 +21,7 @@ from lab.predict.event_model import LARGEST_NODES
 from lab.predict.fitting import MeasuredStep, fit
 from lab.predict.priors import HIGH_Z, Beliefs, Prior
 from lab.predict.scenario import Scenario
-from lab.predict.step_tables import Row, read_rows
+from lab.predict.step_tables import StepRow, read_rows
 from lab.predict.tables import message_plans
 from lab.units import parse_rate
 
@@ -122,7 +122,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return runs
 
 
-def _of_row(row: Row) -> ObservedStep:
+def _of_row(row: StepRow) -> ObservedStep:
     rate = row.text("rate")
     if rate.replace(".", "", 1).isdigit():
         rate += "gbit"

@@ -21,7 +21,7 @@ from lab.predict.fitting import MeasuredStep
 from lab.predict.own_model import with_own_step
 from lab.predict.priors import Beliefs
 from lab.predict.scenario import MOST_RANKS_PER_NODE, Scenario
-from lab.predict.step_tables import Row, read_rows
+from lab.predict.step_tables import StepRow, read_rows
 from lab.predict.tables import message_plans
 
 _RDMA = re.compile(r"\b(rdma|infiniband|ib|roce(v[12])?|efa)\b", re.IGNORECASE)
@@ -149,7 +149,7 @@ def read_published(path: Path) -> list[PublishedStep]:
     return [_of_row(row) for row in read_rows(path, needed)]
 
 
-def _of_row(row: Row) -> PublishedStep:
+def _of_row(row: StepRow) -> PublishedStep:
     values: dict[str, Any] = {"strategy": row.strategy()}
     for name in _TEXTS:
         values[name] = row.text(name)

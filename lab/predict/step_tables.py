@@ -1,6 +1,6 @@
 """Tables of measured steps: CSV files of a reader, and published.csv. Imports no torch.
 
-``read_rows`` reads a file. A ``Row`` returns its values, each checked.
+``read_rows`` reads a file. A ``StepRow`` returns its values, each checked.
 """
 
 import csv
@@ -21,7 +21,7 @@ _LARGEST = 1_000_000_000  # of any number
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """The texts of a row by column, and where it stands.
 
     Each method raises UserError if the value cannot be.
@@ -69,7 +69,7 @@ class Row:
         return name
 
 
-def read_rows(path: Path, needed: Sequence[str]) -> list[Row]:
+def read_rows(path: Path, needed: Sequence[str]) -> list[StepRow]:
     """Return the rows of a table with these columns. Lines that begin with # do not count.
 
     Raises UserError if the file is no such table.
@@ -105,7 +105,7 @@ def _check_header(path: Path, header: Sequence[str], needed: Sequence[str]) -> N
     raise UserError(f"{path} has no column {listed(missing)}: {advice}")
 
 
-def _row(values: Mapping[str | None, Any], where: str) -> Row:
+def _row(values: Mapping[str | None, Any], where: str) -> StepRow:
     more = values.get(None)  # where csv puts the values that no column has
     if more is not None:
         columns = len(values) - 1
@@ -113,4 +113,4 @@ def _row(values: Mapping[str | None, Any], where: str) -> Row:
             f"{where} has {columns + len(more)} values for {count(columns, 'column')}: write "
             "decimals with a point, and a text with a comma in quotation marks"
         )
-    return Row({name or "": text.strip() for name, text in values.items()}, where)
+    return StepRow({name or "": text.strip() for name, text in values.items()}, where)
