@@ -232,12 +232,12 @@ MOST_STATEMENTS = {
     "lab/evidence": 220,
     "lab/explain": 160,
     "lab/fleet": 100,
-    "lab/grade": 1800,
+    "lab/grade": 1810,
     "lab/learn": 1680,
     "lab/predict": 2030,
     "lab/proofs": 490,
     "lab/report": 1840,
-    "lab/ssh": 650,
+    "lab/ssh": 670,
     "lab/whatif": 430,
 }
 # Over common, lab and benchmarks together. The goal is 30 complex functions.

@@ -38,7 +38,7 @@ def check(student: StudentFile, say: Say) -> float:
         for rank, averaged in enumerate(found):
             _check_messages(averaged, rank=rank, size=size)
         say(f"on {size} ranks the gradients become means, and all buckets but the last leave early")
-    printed = print_seconds(student, r"(\d+\.\d+) s exposed")
+    printed = print_seconds(student, r"(?<!\d)(\d+\.\d+) s exposed")
     if not printed.emulated:
         return RECORDED_SECONDS
     exposed = printed.seconds[-1]  # of the largest buckets
