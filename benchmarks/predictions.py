@@ -260,6 +260,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print scores and rows as JSON")
     parser.add_argument("--write", action="store_true", help=f"write {FAMILIES.name} for the page")
     args = parser.parse_args(words)
+    if args.write and (args.json or args.file != published_path()):
+        parser.error("--write is of published.csv alone: leave out FILE and --json")
     try:
         if args.write:
             write_atomically(FAMILIES, json.dumps(families(), indent=1).encode() + b"\n")

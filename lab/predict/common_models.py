@@ -71,7 +71,7 @@ def evenly(parameters: float, tensors: int) -> CommonModel:
 
     tensors : at most so many.
     """
-    whole = round(parameters)
+    whole = max(1, round(parameters))
     name = f"a model of {parameters:,.0f} parameters"
     return CommonModel(name, whole, min(tensors, whole), _SHARES)
 

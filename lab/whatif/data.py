@@ -96,8 +96,7 @@ class MeasuredSet:
     """Steps that differ in strategy and number of nodes alone.
 
     about : sentences. family : "gloo" or "nccl"; "" if both are possible. is_published : by others.
-    state : of the page; names that it
-    lacks stay as the reader has them.
+    state : of the page; names that it lacks stay as the reader has them.
     """
 
     id: str

@@ -142,7 +142,7 @@ def test_rows_of_any_cluster_are_predicted_at_once(read):
     chosen = random.Random(45)
     choices = {
         "model": ["BERT-Large", "Wide & Deep", "ResNet-152 v1", ""],
-        "grad_megabytes": ["0.01", "100", "1340", "5000"],
+        "grad_megabytes": ["0.0000001", "0.01", "100", "1340", "5000"],
         "ranks_per_node": ["1", "8", "16"],
         "nodes": ["1", "2", "8", "64"],
         "rate_gbit": ["", "0.1", "25", "400"],
