@@ -376,7 +376,8 @@ def _run(task: Task) -> Facts | Look:
     # Other commands may be tried until the first limit is reached.
     limit = (len(task.ranks) + 1) * task.limit_seconds + _MORE_SECONDS
     process = start_child(
-        [sys.executable, "-m", "lab.grade.part"],
+        # -P: no module from the grader's folder; -s: none from HOME, a folder of everybody's.
+        [sys.executable, "-P", "-s", "-m", "lab.grade.part"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
