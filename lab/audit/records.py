@@ -358,6 +358,7 @@ Record = (
     | Cut
     | Error
     | ProcessEnd
+    | Searched
     | Group
     | DeviceMesh
     | Join
