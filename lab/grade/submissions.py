@@ -206,5 +206,6 @@ def digest(folder: Path) -> str:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
             whole.update(f"{path.relative_to(folder)}\0".encode(errors="surrogateescape"))
-            whole.update(hashlib.sha256(path.read_bytes()).digest())
+            with path.open("rb") as file:  # which may be as large as memory
+                whole.update(hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()

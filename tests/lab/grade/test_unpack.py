@@ -10,6 +10,7 @@ import struct
 import subprocess
 import tarfile
 import time
+import tracemalloc
 import zipfile
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from common.errors import UserError
 from lab.grade import unpack as unpacking
 from lab.grade.grade import _environment
+from lab.grade.submissions import digest
 from lab.grade.unpack import unpack
 
 ZEROS = bytes(2**24)
@@ -168,6 +170,19 @@ def test_an_archive_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     (tmp_path / "slow.tar.bz2").write_bytes(bomb("bz2", header(size=2**31 - 2**20), 2**31))
     said = refused(tmp_path / "slow.tar.bz2", tmp_path / "copy")
     assert said == "it cannot be unpacked within 0.5 s"
+
+
+def test_a_large_file_is_not_read_into_memory(tmp_path):
+    """What has been unpacked is hashed in the grader's process."""
+    with (tmp_path / "a.py").open("wb") as file:
+        file.truncate(2**28)
+    tracemalloc.start()
+    found = digest(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**22
+    (tmp_path / "a.py").write_bytes(bytes(2**28 - 1) + b"1")
+    assert digest(tmp_path) != found
 
 
 def test_good_archives_of_all_kinds_are_unpacked(tmp_path):
