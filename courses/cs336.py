@@ -133,7 +133,7 @@ def _different(
     return [
         name
         for name, value in expected.items()
-        if not torch.allclose(actual[name], value, **tolerance)
+        if not torch.allclose(actual[name], value, rtol=rtol, atol=atol)
     ]
 
 
