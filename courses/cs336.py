@@ -127,7 +127,11 @@ def _gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, 
 
 
 def _different(
-    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], **tolerance: float
+    actual: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    *,
+    rtol: float = 1e-5,
+    atol: float = 1e-8,
 ) -> list[str]:
     """Return the names of the tensors that differ."""
     return [
