@@ -15,7 +15,7 @@ from lab.audit.findings.finding import FAULT, CatalogueEntry
 from lab.audit.report import AuditContent, FindingContent, LineContent, RunContent, content_of
 from lab.audit.result import AuditResult, titled
 from lab.grade.facts import CANNOT_TELL, FOUND_FAULTS
-from lab.grade.judge import RUNNER, SILENT, FoundInRun, Verdict
+from lab.grade.judge import RUNNER, SILENT, FoundInRun, PartVerdict
 
 PLACEHOLDER = "{driver}"
 # Optimiser steps after which the probe would end the driver: never.
@@ -29,7 +29,7 @@ def driver_words(driver: Path, part: str) -> list[str]:
 
 
 def driven_facts(
-    result: AuditResult, verdicts: Mapping[int, Verdict], entries: Mapping[str, CatalogueEntry]
+    result: AuditResult, verdicts: Mapping[int, PartVerdict], entries: Mapping[str, CatalogueEntry]
 ) -> AuditContent:
     """Return what the drivers of all runs have found.
 
@@ -64,7 +64,7 @@ def driven_facts(
     )
 
 
-def _is_explained(verdicts: Iterable[Verdict], findings: Sequence[FindingContent]) -> bool:
+def _is_explained(verdicts: Iterable[PartVerdict], findings: Sequence[FindingContent]) -> bool:
     """Return whether all runs came to their end, or a finding says why not."""
     ends = {verdict.end for verdict in verdicts}
     if "fault" in ends or any(finding.name == _DIFFER for finding in findings):
@@ -73,7 +73,7 @@ def _is_explained(verdicts: Iterable[Verdict], findings: Sequence[FindingContent
 
 
 def _findings(
-    verdicts: Mapping[int, Verdict], entries: Mapping[str, CatalogueEntry]
+    verdicts: Mapping[int, PartVerdict], entries: Mapping[str, CatalogueEntry]
 ) -> list[FindingContent]:
     """Return one finding a name, in the order of the texts, with the evidence of its first run.
 
@@ -120,7 +120,7 @@ def _of_the_audit(audit: AuditContent) -> list[FindingContent]:
     ]
 
 
-def _why_stopped(verdicts: Iterable[Verdict], result: AuditResult) -> str:
+def _why_stopped(verdicts: Iterable[PartVerdict], result: AuditResult) -> str:
     """Return why not all checks could be judged; what the student's code says comes first."""
     stopped = [verdict.stopped for verdict in verdicts if verdict.stopped]
     told = [reason for reason in stopped if not reason.endswith(SILENT)]

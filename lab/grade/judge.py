@@ -49,7 +49,7 @@ _Line = Annotated[str, Meta(max_length=1000)]
 _Seed = Annotated[int, Meta(ge=0, lt=2**62)]
 
 
-class Run(msgspec.Struct):
+class DrivenRun(msgspec.Struct):
     """Ranks that ran the checks.
 
     folder : with their logs. seeds : of each rank; common : of all of them.
@@ -74,10 +74,10 @@ class Run(msgspec.Struct):
         return [msgspec.json.encode({"seed": own, "common": self.common}) for own in self.seeds]
 
 
-def new_run(folder: Path, size: int) -> Run:
+def new_run(folder: Path, size: int) -> DrivenRun:
     """Return a run with new secret numbers."""
     common, *own = (secrets.randbits(61) for _ in range(size + 1))
-    return Run(str(folder), own, common)
+    return DrivenRun(str(folder), own, common)
 
 
 class FoundInRun(msgspec.Struct):
@@ -88,7 +88,7 @@ class FoundInRun(msgspec.Struct):
     at: tuple[_Line, int] | None = None
 
 
-class Verdict(msgspec.Struct):
+class PartVerdict(msgspec.Struct):
     """What is wrong and right with the part in one run.
 
     Parameters
@@ -109,10 +109,10 @@ class Verdict(msgspec.Struct):
 class _Request(msgspec.Struct):
     driver: str
     part: str
-    runs: list[Run]
+    runs: list[DrivenRun]
 
 
-def judged(driver: str, part: str, runs: Sequence[Run]) -> list[Verdict]:
+def judged(driver: str, part: str, runs: Sequence[DrivenRun]) -> list[PartVerdict]:
     """Return the verdict on each run, from a process of its own."""
     request = msgspec.json.encode(_Request(driver, part, list(runs)))
     root = str(Path(lab.__file__).parents[1])
@@ -128,13 +128,13 @@ def judged(driver: str, part: str, runs: Sequence[Run]) -> list[Verdict]:
         )
     except subprocess.TimeoutExpired:
         reason = f"what the ranks returned was not judged within {_LIMIT_SECONDS:g} s"
-        return [Verdict(end="stopped", stopped=reason) for _ in runs]
+        return [PartVerdict(end="stopped", stopped=reason) for _ in runs]
     if ended.returncode != 0:
         *_, last = ended.stderr.decode(errors="replace").splitlines() or ["no message"]
         reason = f"the program that judges {how_ended(ended.returncode)}: {last[:300]}"
-        return [Verdict(end="stopped", stopped=reason) for _ in runs]
+        return [PartVerdict(end="stopped", stopped=reason) for _ in runs]
     *_, answer = ended.stdout.splitlines()  # a driver may print
-    return msgspec.json.decode(answer, type=list[Verdict])
+    return msgspec.json.decode(answer, type=list[PartVerdict])
 
 
 # --- in the process that judges ---
@@ -151,7 +151,7 @@ def main() -> int:
 
 
 def try_here(arguments: Sequence[str]) -> int:
-    """Run a part's checks on a file, show the ranks' output, and print the verdict."""
+    """DrivenRun a part's checks on a file, show the ranks' output, and print the verdict."""
     parser = argparse.ArgumentParser(prog="python -m lab.grade.judge", description=__doc__)
     parser.add_argument("driver", help="the course's driver")
     parser.add_argument("part", help="a name in its PARTS")
@@ -182,7 +182,7 @@ def try_here(arguments: Sequence[str]) -> int:
     return 0 if verdict.end == "done" and not verdict.found else 1
 
 
-def verdicts_on(driver: str, part: str, runs: Sequence[Run]) -> list[Verdict]:
+def verdicts_on(driver: str, part: str, runs: Sequence[DrivenRun]) -> list[PartVerdict]:
     """Return the verdict on each run, from this process."""
     from lab.grade.driver.running import load_driver
 
@@ -207,11 +207,11 @@ class _Record(msgspec.Struct):
     error: _Error | None
 
 
-def _verdict(driver: ModuleType, part: str, run: Run) -> Verdict:
+def _verdict(driver: ModuleType, part: str, run: DrivenRun) -> PartVerdict:
     """Judge one check after another, until one was not run to its end on all ranks."""
     checks: Sequence[Check] = driver.PARTS[part]
     of_ranks = [_records(run.log(rank)) for rank in range(run.size)]
-    verdict = Verdict()
+    verdict = PartVerdict()
     for number, check in enumerate(checks):
         records = [records.get(number) for records in of_ranks]
         errors = [record.error for record in records if record and record.error]
@@ -255,7 +255,7 @@ def _records(log: Path) -> dict[int, _Record]:
     return found
 
 
-def _judge_error(errors: Sequence[_Error], check: "Check", verdict: Verdict) -> None:
+def _judge_error(errors: Sequence[_Error], check: "Check", verdict: PartVerdict) -> None:
     """Count an error as found where it can only be the student's mistake."""
     first = next((error for error in errors if not error.follows), errors[0])
     name = None
@@ -270,7 +270,7 @@ def _judge_error(errors: Sequence[_Error], check: "Check", verdict: Verdict) -> 
         verdict.found.append(FoundInRun(name, first.text, first.at))
 
 
-def _flaws(check: "Check", values: Sequence[Any], run: Run) -> list[FoundInRun]:
+def _flaws(check: "Check", values: Sequence[Any], run: DrivenRun) -> list[FoundInRun]:
     """Return what a check finds, the first of each name."""
     from lab.grade.driver.checks import Rank, Returned
 

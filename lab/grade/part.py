@@ -35,7 +35,7 @@ from lab.grade import driven
 from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
 from lab.grade.facts import Facts, Try
 from lab.grade.findings import entries
-from lab.grade.judge import Run, judged, new_run
+from lab.grade.judge import DrivenRun, judged, new_run
 from lab.grade.sandbox import Task, sandbox
 from lab.grade.traces import traces
 
@@ -106,7 +106,7 @@ def _audit_as_demanded(task: Task, folder: Path) -> list[Outcome]:
 def _checked(task: Task, folder: Path) -> Outcome:
     """Let a driver check a part on each number of ranks, whatever comes of the others."""
     outcomes: list[Outcome] = []
-    runs: list[Run] = []
+    runs: list[DrivenRun] = []
     for size in task.ranks:
         own = folder / f"driven{size}"
         run = new_run(own / f"{size}-ranks", size)

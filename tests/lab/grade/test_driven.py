@@ -13,22 +13,22 @@ from lab.grade.driver.mark import MARK
 from lab.grade.driver.values import encoded
 from lab.grade.facts import Facts
 from lab.grade.findings import entries, lesson_of
-from lab.grade.judge import SILENT, FoundInRun, Verdict, decoded, judged, new_run, verdicts_on
+from lab.grade.judge import SILENT, FoundInRun, PartVerdict, decoded, judged, new_run, verdicts_on
 from lab.grade.marks import mark_part
 from lab.grade.rubric import FOLDER, load_rubric
 from tests.helpers.paths import ROOT
 
-DONE = Verdict(passed=["five steps"])
-SUM = Verdict(found=[FoundInRun("sum-not-mean", "step 1", ("a/b.py", 7))])
-RAISED = Verdict(
+DONE = PartVerdict(passed=["five steps"])
+SUM = PartVerdict(found=[FoundInRun("sum-not-mean", "step 1", ("a/b.py", 7))])
+RAISED = PartVerdict(
     found=[FoundInRun("raises", "tied weights: KeyError")],
     passed=["five steps"],
     end="fault",
     stopped="tied weights: KeyError",
 )
-CRASHED = Verdict(end="stopped", stopped="ImportError: numpy")
-SILENT_RANK = Verdict(passed=["five steps"], end="stopped", stopped=f"tied weights: {SILENT}")
-FOLLOWS = Verdict(
+CRASHED = PartVerdict(end="stopped", stopped="ImportError: numpy")
+SILENT_RANK = PartVerdict(passed=["five steps"], end="stopped", stopped=f"tied weights: {SILENT}")
+FOLLOWS = PartVerdict(
     found=[FoundInRun(name, "step 1") for name in ("groups-ignored", "shard-not-sent")]
 )
 CASES = {  # the verdicts on 2 and on 3 ranks; the findings, and the marks of 15
@@ -126,7 +126,7 @@ GARBLED = {
 
 def test_right_values_of_all_ranks_pass(tmp_path):
     verdict = verdict_on(tmp_path, "one", f"hello\n{RIGHT}bye", RIGHT, judge=judged)
-    assert verdict == Verdict(passed=["the sum"])
+    assert verdict == PartVerdict(passed=["the sum"])
 
 
 @pytest.mark.parametrize("name", GARBLED)
