@@ -248,15 +248,24 @@ def _judge_step(
     at = next((message.at for message in sent), None)
     wrong = list(averaged(own, got, f"step {step + 1}", at))
     yield from wrong
-    for rank, returned in enumerate(ranks):
-        expected = dict(before[rank])
-        for name in own[rank]:
-            mean = torch.stack([of_rank[name] for of_rank in own]).mean(0)
-            expected[name] = expected[name] - _LEARNING_RATE * mean
+    if wrong:
+        return
+    for weights, returned in zip(before, ranks):
+        expected = _updated(weights, own)
         after = returned["steps"][step]["after"]
-        different = _different(after, expected, atol=_TOLERANCE)
-        if different and not wrong:
+        if different := _different(after, expected, atol=_TOLERANCE):
             yield Flaw("differs-from-one-process", f"step {step + 1}: {_listed(different)}")
+
+
+def _updated(
+    weights: Mapping[str, torch.Tensor], gradients: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Return weights after a step of SGD with the mean of all ranks' gradients."""
+    updated = dict(weights)
+    for name in gradients[0]:
+        mean = torch.stack([of_rank[name] for of_rank in gradients]).mean(0)
+        updated[name] = weights[name] - _LEARNING_RATE * mean
+    return updated
 
 
 def _listed(names: list[str]) -> str:

@@ -105,6 +105,11 @@ class PartVerdict(msgspec.Struct):
     end: str = "done"
     stopped: str = ""
 
+    def stop(self, reason: str) -> None:
+        """End the judging for something that nobody can judge from here."""
+        self.end = "stopped"
+        self.stopped = reason[:1000]
+
 
 class _Request(msgspec.Struct):
     driver: str
@@ -151,7 +156,7 @@ def main() -> int:
 
 
 def try_here(arguments: Sequence[str]) -> int:
-    """DrivenRun a part's checks on a file, show the ranks' output, and print the verdict."""
+    """Run a part's checks on a file, show the ranks' output, and print the verdict."""
     parser = argparse.ArgumentParser(prog="python -m lab.grade.judge", description=__doc__)
     parser.add_argument("driver", help="the course's driver")
     parser.add_argument("part", help="a name in its PARTS")
@@ -213,29 +218,34 @@ def _verdict(driver: ModuleType, part: str, run: DrivenRun) -> PartVerdict:
     of_ranks = [_records(run.log(rank)) for rank in range(run.size)]
     verdict = PartVerdict()
     for number, check in enumerate(checks):
-        records = [records.get(number) for records in of_ranks]
-        errors = [record.error for record in records if record and record.error]
+        found = [records[number] for records in of_ranks if number in records]
+        errors = [record.error for record in found if record.error]
         if errors:
             _judge_error(errors, check, verdict)
-            return verdict
-        whole = [record for record in records if record]
-        if len(whole) < run.size:
-            verdict.end = "stopped"
-            verdict.stopped = f"{check.title}: {SILENT}"
-            return verdict
-        try:
-            flaws = _flaws(check, [record.values for record in whole], run)
-        except Exception as error:
-            traceback.print_exc()
-            verdict.end = "stopped"
-            verdict.stopped = (
-                f"{check.title}: what the ranks returned cannot be judged ({reason_of(error)})"
-            )[:1000]
-            return verdict
-        verdict.found += flaws
-        if not flaws:
-            verdict.passed.append(check.title)
+        elif len(found) < run.size:
+            verdict.stop(f"{check.title}: {SILENT}")
+        else:
+            _judge_values([record.values for record in found], check, run, verdict)
+        if verdict.end != "done":
+            break
     return verdict
+
+
+def _judge_values(
+    values: Sequence[Any], check: "Check", run: DrivenRun, verdict: PartVerdict
+) -> None:
+    """Add what a check finds in what all ranks returned."""
+    try:
+        flaws = _flaws(check, values, run)
+    except Exception as error:
+        traceback.print_exc()
+        verdict.stop(
+            f"{check.title}: what the ranks returned cannot be judged ({reason_of(error)})"
+        )
+        return
+    verdict.found += flaws
+    if not flaws:
+        verdict.passed.append(check.title)
 
 
 def _records(log: Path) -> dict[int, _Record]:

@@ -210,6 +210,13 @@ def _doubts(result: AuditResult, ended: Sequence[str]) -> list[str]:
     return sorted(doubts)
 
 
+def _searches(processes: Sequence[RankRecords]) -> Iterator[str]:
+    """Yield a sentence for each line that looked for the probe's objects."""
+    for process in processes:
+        for search in process.of(Searched):
+            yield f"{search.at or 'the script'} looks for the audit: {search.what}"
+
+
 def _doubts_of(recording: Recording) -> Iterator[str]:
     """Yield what looks forged or disturbed in the records of one run."""
     processes = recording.processes
@@ -219,8 +226,7 @@ def _doubts_of(recording: Recording) -> Iterator[str]:
         yield "records that no probe began"
     if any(len(process.of(Start)) > 1 for process in processes):
         yield "the records of a process begin twice"
-    for search in [record for process in processes for record in process.of(Searched)]:
-        yield f"{search.at or 'the script'} looks for the audit: {search.what}"
+    yield from _searches(processes)
     replaced: set[str] = set()
     for process in processes:
         for cut in process.of(Cut):

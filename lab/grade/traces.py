@@ -15,6 +15,7 @@ from common.utils.atomic_files import read_regular
 # In a text of the program, not in a comment or a docstring.
 _OF_THE_AUDIT = re.compile(r"LAB_AUDIT|_AUDIT\b|lab_audit|lab[./]audit|lab-grade-report|lab\.grade")
 _SEARCHES = ("get_objects", "get_referrers", "get_referents")
+_MODULES = ("lab.audit", "lab.grade")
 _MOST_FILES = 500
 _MOST_BYTES = 2**20
 
@@ -38,13 +39,16 @@ def _in_tree(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield line and name of what asks for the audit."""
     documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and id(node) not in documents:
-            for text in [node.value] if isinstance(node.value, str) else []:
-                if found := _OF_THE_AUDIT.search(text):
-                    yield node.lineno, found[0]
-        elif isinstance(node, ast.Attribute) and node.attr in _SEARCHES:
-            yield node.lineno, f"{ast.unparse(node)[:80]}"
-        elif isinstance(node, ast.ImportFrom) and node.module in ("gc", "lab.audit", "lab.grade"):
-            names = [alias.name for alias in node.names]
-            if node.module != "gc" or set(names) & {*_SEARCHES, "*"}:
-                yield node.lineno, f"from {node.module} import {', '.join(names)}"[:80]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = _OF_THE_AUDIT.search(node.value)
+            if named and id(node) not in documents:
+                yield node.lineno, named[0]
+        elif isinstance(node, ast.Attribute | ast.ImportFrom) and _is_search(node):
+            yield node.lineno, ast.unparse(node)[:80]
+
+
+def _is_search(node: ast.Attribute | ast.ImportFrom) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in _SEARCHES
+    names = {alias.name for alias in node.names}
+    return node.module in _MODULES or (node.module == "gc" and bool(names & {*_SEARCHES, "*"}))
