@@ -151,6 +151,12 @@ class FlagParser(argparse.ArgumentParser):
         hint = f"did you mean {close}? {self.notes.get(close, '')}".rstrip()
         self.error(f"there is no flag {name}: {hint}")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Of --flag=-- argparse makes an empty list, up to Python 3.12.
+        if action.option_strings and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "expected one argument")
+        return super()._get_values(action, arg_strings)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return

@@ -17,13 +17,13 @@ from msgspec import Meta
 from common.errors import UserError
 from common.say import count
 from common.utils.paths import BASE
-from common.utils.typed_json import shown
+from common.utils.typed_json import convert, shown
 
 CONNECT_SECONDS = 10
 # user@name, ssh://user@name:port, [address%interface]. A dash would begin an option of ssh, and
 # ProxyCommand and Match of ~/.ssh/config pass a name to a shell.
 USER = r"[\w.+][\w.+-]*"
-HOST = rf"^(?:ssh://)?(?:{USER}@)?[\w.:\[][\w.:%\[\]-]*/?\Z"
+HOST = rf"^(?:ssh://)?(?:{USER}@)?[\w:\[][\w.:%\[\]-]*/?\Z"
 # Without control characters, which a terminal would obey.
 Plain = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
 # For sh -c: $0 is the project's folder, $1 the interpreter, if the user has given one.
@@ -185,7 +185,7 @@ class SSHOptions(msgspec.Struct, kw_only=True):
     silence_seconds : after so long without a sign of life a host ends what runs on it.
     """
 
-    user: Annotated[str, Meta(pattern=rf"^{USER}\Z")] | None = None
+    user: Annotated[str, Meta(max_length=256, pattern=rf"^{USER}\Z")] | None = None
     workdir: Plain = str(BASE)
     python: Plain | None = None
     ssh_options: Annotated[list[Plain], Meta(max_length=1000)] = []
@@ -201,14 +201,16 @@ class SSHOptions(msgspec.Struct, kw_only=True):
         if args.workdir is not None:
             # "~" is the home folder, where the login shell starts.
             folder = re.sub(r"^~/?", "", args.workdir) or "."
-        return cls(
-            user=args.user,
-            workdir=folder,
-            python=args.python,
-            ssh_options=args.ssh_option,
-            ssh_config=str(args.ssh_config.absolute()) if args.ssh_config else None,
-            silence_seconds=args.silence,
-        )
+        given = {
+            "user": args.user,
+            "workdir": folder,
+            "python": args.python,
+            "ssh_options": args.ssh_option,
+            "ssh_config": str(args.ssh_config.absolute()) if args.ssh_config else None,
+            "silence_seconds": args.silence,
+        }
+        # As strictly as from a recorded launch: a user "-oProxyCommand=..." would be ssh's option.
+        return convert(given, cls, name="the flags for ssh")
 
 
 def ssh_command(host: Host, options: SSHOptions) -> list[str]:
