@@ -29,7 +29,7 @@ from common.say import count, listed
 from common.sync import STRATEGIES
 from common.utils.typed_json import Facts
 from lab.compare.outcomes import repeat_of
-from lab.comparison.cell import CellRun, differences, distinct, gather, new_cell
+from lab.comparison.cell import CellRun, by_frequency, differences, gather, new_cell
 from lab.comparison.record import Cell, Comparison, Repeat
 from lab.predict.bucket_choice import has_buckets
 
@@ -86,7 +86,7 @@ def collect(folders: Sequence[Path], *, scaling: str) -> Comparison:
         raise UserError(_no_run(skipped))
     names = [run.heading for run in runs]
     facts = [run.facts for run in runs]
-    groups = distinct(facts)
+    groups = by_frequency(facts)
     cells, timelines = gather(
         Path(), [CellRun(_cell_of(run.config), run.repeat, run.facts) for run in runs], groups
     )
@@ -111,18 +111,18 @@ def collect(folders: Sequence[Path], *, scaling: str) -> Comparison:
 
 def _settings(runs: Sequence[_ImportedRun], cells: Sequence[Cell], scaling: str) -> Facts:
     """Return what the runs have in common, as a comparison's settings have it."""
-    sizes = distinct(run.facts["batch_size"] for run in runs)
+    sizes = {run.facts["batch_size"] for run in runs}
     return {
         "dataset": _joined(run.facts["dataset"] for run in runs),
         "model": _joined(run.facts["model"] for run in runs),
-        "batch_size": sizes[0] if len(sizes) == 1 else None,
+        "batch_size": sizes.pop() if len(sizes) == 1 else None,
         "scaling": scaling,
         "steps": _one_or_range([run.repeat.timed_steps for run in runs]),
         "warmup": _one_or_range([run.config.untimed_steps for run in runs]),
         "repeats": _one_or_range([len(cell.repeats) for cell in cells]),
         "seeds": sorted({run.config.seed for run in runs}),
         "nodes": sorted({cell.nodes for cell in cells}),
-        "sync": distinct(cell.sync for cell in cells),
+        "sync": list(dict.fromkeys(cell.sync for cell in cells)),
         "rates": [None],
         "until_accuracy": None,
         "compute": runs[0].facts["compute"],

@@ -14,13 +14,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from common.runs import RankRow, TimelineFile, read_timeline
+from common.runs import RankRow, TimelineFile, mean_seconds, read_timeline
 from common.sync import is_exact
 from common.utils.grouping import grouped
 from common.utils.typed_json import Facts
-from lab.comparison.record import TIMES, Cell, Medians, Repeat, Status
+from lab.comparison.record import Cell, Medians, Repeat, Status
 from lab.predict.variants import split_variant
 
 T = TypeVar("T")
@@ -115,18 +115,13 @@ def differences(
     return found
 
 
-def distinct(values: Iterable[T]) -> list[T]:
-    """Return each value once, in order of appearance. Values may be lists and dicts."""
-    return [equal[0] for equal in _equal_values(values)]
-
-
 def by_frequency(values: Iterable[T]) -> list[T]:
-    """Return each value once, the most frequent first, equally frequent ones as they appear."""
-    return [equal[0] for equal in sorted(_equal_values(values), key=len, reverse=True)]
+    """Return each value once, the most frequent first, equally frequent ones as they appear.
 
-
-def _equal_values(values: Iterable[T]) -> list[list[T]]:
-    return list(grouped((_hashable(value), value) for value in values).values())
+    Values may be lists and dicts.
+    """
+    equal = grouped((_hashable(value), value) for value in values)
+    return [members[0] for members in sorted(equal.values(), key=len, reverse=True)]
 
 
 def _hashable(value: Any) -> Hashable:
@@ -178,9 +173,7 @@ def _means_over_ranks(ranks: Sequence[RankRow]) -> dict[str, float | None]:
 
     None: unknown.
     """
-    means: dict[str, float | None] = {}  # by the fields of ``Medians``
-    for name in TIMES:
-        means[name] = statistics.fmean(getattr(rank.seconds, name) for rank in ranks)
+    means: dict[str, float | None] = asdict(mean_seconds(ranks))  # by the fields of ``Medians``
     means["peak_memory_bytes"] = statistics.fmean(rank.peak_memory_bytes for rank in ranks)
     means["root_bytes_sent"] = None
     means["others_bytes_sent"] = None

@@ -32,7 +32,7 @@ def write_report(folder: Path, comparison: Comparison, *, companion: str | None 
         trace = json.dumps(timeline.trace(step, cell), allow_nan=False)
         (folder / f"trace-{cell}.json").write_text(trace, encoding="utf-8")
     drawings = [(block, list(figure_pages.draw_block(folder, block))) for block in groups]
-    timelines = list(figure_pages.draw_timelines(folder, comparison))
+    timelines = list(figure_pages.draw_timelines(folder, groups, comparison.timelines))
     page = html.render(comparison, drawings, timelines, companion=companion)
     (folder / "report.html").write_text(page, encoding="utf-8")
 

@@ -19,7 +19,6 @@ from common.say import count, listed, rate_text
 from common.sync import STRATEGIES
 from common.sync.memory_cost import Memory
 from common.utils.grouping import grouped
-from common.utils.typed_json import Facts, convert
 from lab.comparison.record import (
     Cell,
     Comparison,
@@ -345,14 +344,17 @@ def order(sync: str) -> tuple[int, str]:
 
 def blocks(comparison: Comparison) -> list[ComparisonGroup]:
     """Split the cells into comparable blocks; each block of a group has its one-node cell."""
-    groups = grouped((cell.group, cell) for cell in comparison.cells)
-    keys = [(group, rate) for group in sorted(groups) for rate in _rates(groups[group])]
-    several_groups = len(groups) > 1
+    settings = {
+        group: comparison.known(group) for group in {cell.group for cell in comparison.cells}
+    }
+    cells = grouped((cell.group, cell) for cell in comparison.cells)
+    keys = [(group, rate) for group in sorted(cells) for rate in _rates(cells[group])]
+    several_groups = len(cells) > 1
     several_rates = len({rate for _, rate in keys}) > 1
     found = []
     for group, rate in keys:
-        settings = _settings(comparison, group)
-        imitated = rate is not None or settings.compute != "real"
+        imitated = rate is not None or settings[group].compute != "real"
+        rows = _rows(comparison, cells[group], rate)
         labels = []
         suffix = ""
         if several_groups:
@@ -368,9 +370,9 @@ def blocks(comparison: Comparison) -> list[ComparisonGroup]:
                 rate=rate,
                 label=", ".join(labels),
                 suffix=suffix,
-                rows=_rows(comparison, groups[group], rate),
+                rows=rows,
                 emulated=comparison.emulated and imitated,
-                settings=settings,
+                settings=settings[group],
             )
         )
     return found
@@ -382,26 +384,11 @@ def _rates(cells: Sequence[Cell]) -> list[LinkRate | None]:
     return rates or [cells[0].rate]
 
 
-def _differing(comparison: Comparison) -> list[str]:
-    """Return the names of the settings that set groups apart."""
-    return [difference.split(":")[0] for difference in comparison.differences]
-
-
-def _settings(comparison: Comparison, group: int) -> GroupSettings:
-    """Return a group's settings; of the comparison's own, only those in which no groups differ."""
-    differing = _differing(comparison)
-    facts: Facts = {
-        name: value for name, value in comparison.settings.items() if name not in differing
-    }
-    return convert(facts | comparison.group_facts(group), GroupSettings, name="settings")
-
-
 def _group_label(comparison: Comparison, group: int) -> str:
     """Return what sets a group apart as a person writes it, or its number."""
-    own = comparison.group_facts(group)
-    apart = [
-        f"{name.replace('_', ' ')} {own[name]}" for name in _differing(comparison) if name in own
-    ]
+    own = comparison.groups.get(str(group), {})
+    differing = [difference.split(":")[0] for difference in comparison.differences]
+    apart = [f"{name.replace('_', ' ')} {own[name]}" for name in differing if name in own]
     return listed(apart, most=2) if apart else f"group {group}"
 
 
@@ -414,11 +401,14 @@ def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) 
         one = min(singles, key=lambda cell: cell.rate != rate)  # of this rate, or else of any
         members.append(one)
         baseline = CellRow(one, place=_place_alone(members))
+    predicted: dict[str, PredictedCell] = {}
+    if comparison.prediction is not None:
+        predicted = comparison.prediction.cells
     rows = [
         CellRow(
             cell,
             baseline,
-            comparison.predicted(cell.id),
+            predicted.get(cell.id),
             _place(members) if cell.nodes > 1 else _place_alone(members),
         )
         for cell in members
