@@ -29,7 +29,7 @@ from common.say import count, listed
 from common.sync import STRATEGIES
 from common.utils.typed_json import Facts
 from lab.compare.outcomes import repeat_of
-from lab.comparison.cell import CellRun, by_frequency, differences, gather, new_cell
+from lab.comparison.cell import CellRun, fill, new_cell
 from lab.comparison.record import Cell, Comparison, Repeat
 from lab.predict.bucket_choice import has_buckets
 
@@ -84,29 +84,29 @@ def collect(folders: Sequence[Path], *, scaling: str) -> Comparison:
             skipped.append(str(error))
     if not runs:
         raise UserError(_no_run(skipped))
-    names = [run.heading for run in runs]
-    facts = [run.facts for run in runs]
-    groups = by_frequency(facts)
-    cells, timelines = gather(
-        Path(), [CellRun(_cell_of(run.config), run.repeat, run.facts) for run in runs], groups
-    )
-    for cell in cells:
-        for number, repeat in enumerate(cell.repeats):
-            repeat.repeat = number
-    return Comparison(
+    comparison = Comparison(
         kind="report",
         created=datetime.now().isoformat(timespec="seconds"),
         finished=True,
         emulated=any(run.config.compute != "real" for run in runs),
-        settings=_settings(runs, cells, scaling),
+        settings={},
         environment=runs[0].run.environment,
         warnings=_warnings(runs),
-        differences=differences(facts, names, ", ".join),
         skipped=skipped,
-        groups={str(number): group for number, group in enumerate(groups)},
-        cells=cells,
-        timelines=timelines,
+        cells=[],
+        timelines={},
     )
+    fill(
+        comparison,
+        Path(),
+        [CellRun(_cell_of(run.config), run.repeat, run.facts) for run in runs],
+        lambda places: ", ".join(runs[place].heading for place in places),
+    )
+    for cell in comparison.cells:
+        for number, repeat in enumerate(cell.repeats):
+            repeat.repeat = number
+    comparison.settings = _settings(runs, comparison.cells, scaling)
+    return comparison
 
 
 def _settings(runs: Sequence[_ImportedRun], cells: Sequence[Cell], scaling: str) -> Facts:

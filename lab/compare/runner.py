@@ -24,7 +24,7 @@ from lab.compare.cells import PROFILE, Run, choose_buckets, in_turns, node_comma
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_outcome
 from lab.compare.settings import Settings
-from lab.comparison.cell import CellRun, gather
+from lab.comparison.cell import CellRun, fill
 from lab.comparison.record import (
     Cell,
     Comparison,
@@ -197,12 +197,13 @@ def _add_outcomes(
 ) -> None:
     """Put the repeats of all runs so far into their cells, and write ``results.json``."""
     folder = runs[0].folder
-    comparison.cells, timelines = gather(
+    fill(
+        comparison,
         folder,
         [CellRun(run.cell, outcomes.get(run.key)) for run in runs],
+        str,
         repeats=len(runs[0].settings.seeds_to_run),
     )
-    comparison.timelines |= timelines
     comparison.finished = all(cell.status == "done" for cell in comparison.cells)
     write_comparison(folder / "results.json", comparison)
 

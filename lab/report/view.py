@@ -344,12 +344,11 @@ def order(sync: str) -> tuple[int, str]:
 
 def blocks(comparison: Comparison) -> list[ComparisonGroup]:
     """Split the cells into comparable blocks; each block of a group has its one-node cell."""
-    settings = {
-        group: comparison.known(group) for group in {cell.group for cell in comparison.cells}
-    }
+    groups = sorted({cell.group for cell in comparison.cells})
+    settings = {group: comparison.known(group) for group in groups}
     cells = grouped((cell.group, cell) for cell in comparison.cells)
-    keys = [(group, rate) for group in sorted(cells) for rate in _rates(cells[group])]
-    several_groups = len(cells) > 1
+    keys = [(group, rate) for group in groups for rate in _rates(cells[group])]
+    several_groups = len(groups) > 1
     several_rates = len({rate for _, rate in keys}) > 1
     found = []
     for group, rate in keys:

@@ -83,17 +83,11 @@ FIGURES: dict[str, tuple[str, Callable[..., Figure], Caption]] = {
 
 def draw_block(folder: Path, block: ComparisonGroup) -> Iterator[Drawing]:
     """Draw every figure of ``block`` into ``folder``, and yield them for the page."""
-    draws = [draw for _, draw, _ in FIGURES.values()]
-    for described, draw in zip(describe_block(block), draws, strict=True):
-        yield _drawn(folder, described, partial(draw, block))
-
-
-def describe_block(block: ComparisonGroup) -> Iterator[Drawing]:
-    """Yield the names, titles and captions of a block's figures, undrawn."""
     label = f", {block.label}" if block.label else ""
-    for name, (title, _, caption) in FIGURES.items():
+    for name, (title, draw, caption) in FIGURES.items():
         text = caption(block) if callable(caption) else caption
-        yield Drawing(name + block.suffix, title + label, text)
+        described = Drawing(name + block.suffix, title + label, text)
+        yield _drawn(folder, described, partial(draw, block))
 
 
 def _drawn(folder: Path, described: Drawing, draw: Callable[..., Figure]) -> Drawing:
