@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from statistics import fmean, median
 from typing import Literal
@@ -28,6 +29,7 @@ from lab.comparison.record import (
     PredictedCell,
     Repeat,
 )
+from lab.report.claims import CellClaim, claim_of
 from lab.units import parse_rate
 
 NOTHING = "–"
@@ -52,6 +54,7 @@ class CellRow:
     baseline: "CellRow | None" = None
     prediction: PredictedCell | None = None
     place: Place = "rank"
+    emulated_compute: bool = False
 
     @property
     def sync(self) -> str:
@@ -83,6 +86,16 @@ class CellRow:
     def alone(self) -> Place:
         """What the single rank is called with which the cell is compared."""
         return self.place if self.baseline is None else self.baseline.place
+
+    @cached_property
+    def claim(self) -> CellClaim:
+        """What is known of its claim to be exact."""
+        return claim_of(self.cell, emulated=self.emulated_compute)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it does not compute what it claims."""
+        return self.claim.contradicted
 
     @property
     def medians(self) -> Medians:
@@ -353,7 +366,9 @@ def blocks(comparison: Comparison) -> list[ComparisonGroup]:
     found = []
     for group, rate in keys:
         imitated = rate is not None or settings[group].compute != "real"
-        rows = _rows(comparison, cells[group], rate)
+        rows = _rows(
+            comparison, cells[group], rate, emulated_compute=_is_emulated(settings[group].compute)
+        )
         labels = []
         suffix = ""
         if several_groups:
@@ -391,7 +406,13 @@ def _group_label(comparison: Comparison, group: int) -> str:
     return listed(apart, most=2) if apart else f"group {group}"
 
 
-def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) -> list[CellRow]:
+def _rows(
+    comparison: Comparison,
+    cells: Sequence[Cell],
+    rate: LinkRate | None,
+    *,
+    emulated_compute: bool,
+) -> list[CellRow]:
     """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
     members = [cell for cell in cells if cell.nodes > 1 and cell.rate == rate]
     baseline = None
@@ -409,6 +430,7 @@ def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) 
             baseline,
             predicted.get(cell.id),
             _place(members) if cell.nodes > 1 else _place_alone(members),
+            emulated_compute,
         )
         for cell in members
     ]

@@ -4,7 +4,7 @@ As in ``lab.report.drawings.figures``, each ``draw_*`` returns the figure of a b
 NothingToShowError with a sentence for the page if there is nothing to show.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -22,9 +22,8 @@ from lab.plot_style import (
     line_key,
     title,
 )
-from lab.report.claims import wrong_rows
 from lab.report.losses import Curves, curves, differences
-from lab.report.view import CellRow, ComparisonGroup, Rows
+from lab.report.view import ComparisonGroup, Rows
 from lab.strategy_style import color, marker
 
 _ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
@@ -195,19 +194,19 @@ def _lines(block: ComparisonGroup, nodes: int) -> Iterator[DrawnLine]:
             look = {"color": color("none"), "linewidth": 1.2, "linestyle": _DOTTED}
             yield DrawnLine(f"none (1 {block.alone})", found["none"], look)
     known = [row for row in rows if row.sync in found]
-    yield from _exact_lines([row for row in known if row.exact], found, wrong_rows(block))
+    yield from _exact_lines([row for row in known if row.exact], found)
     lossy = [row.sync for row in known if not row.exact]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):
         look = {"color": color(sync), "linewidth": 1.6, "linestyle": dashes}
         yield DrawnLine(f"{sync} (not exact)", found[sync], look)
 
 
-def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[DrawnLine]:
+def _exact_lines(rows: Rows, found: Curves) -> Iterator[DrawnLine]:
     """Yield one line for all right strategies where they look alike, and one for each other."""
     apart = rows
-    right = {row.sync: found[row.sync] for row in rows if row not in wrong}
+    right = {row.sync: found[row.sync] for row in rows if not row.wrong}
     if _coincide(right):
-        apart = [row for row in rows if row in wrong]
+        apart = [row for row in rows if row.wrong]
         others = "other " if apart else ""
         longest = max(right.values(), key=len)
         look = {"color": INK, "linewidth": 1.8}
@@ -217,5 +216,5 @@ def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[Dra
         width = 1.8
         if len(apart) > 1:
             width = max(1.0, 3.2 - 0.5 * index)
-        label = f"✗ {row.sync}" if row in wrong else row.sync
+        label = f"✗ {row.sync}" if row.wrong else row.sync
         yield DrawnLine(label, found[row.sync], {"color": color(row.sync), "linewidth": width})
