@@ -1,8 +1,8 @@
 """The report of a comparison: tables, figures, traces and one HTML page.
 
 ``write_report`` writes the files, ``terminal.print_answer`` prints the answer; both are functions
-of the comparison's record alone. Reading order: ``view`` (the cells and what follows from them),
-``losses``, ``claims`` (did the ranks get the mean), ``causes`` (what makes a difference),
+of the comparison's record alone. Reading order: ``claims`` (did a cell's ranks get the mean),
+``view`` (the cells and what follows from them), ``losses``, ``causes`` (what makes a difference),
 ``findings`` (all sentences), ``verdict`` (the answer), ``tables``, ``drawings`` (all figures),
 ``html`` (with ``settings_text``) and ``latex``.
 """
