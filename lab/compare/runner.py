@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.say import count, counts, minutes_text
 from common.utils.paths import new_folder
 from common.utils.progress import console, progress_bar
-from lab.compare.cells import PROFILE, Run, choose_buckets, in_turns, node_command, plan_cells
+from lab.compare.cells import PROFILE, Run, choose_buckets, node_command, plan_cells
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_outcome
 from lab.compare.settings import Settings
@@ -87,8 +87,7 @@ def open_comparison(
         timelines={},
     )
     if code is not None:
-        runs = in_turns(folder, settings, cells)
-        comparison.plan = Plan(code=dict(code), runs=[run.key for run in runs])
+        comparison.plan = Plan(code=dict(code))
     if profile is not None:  # the comparison's own copy, which stays the same
         profile.save(folder / PROFILE)
     write_comparison(folder / "results.json", comparison)

@@ -159,11 +159,11 @@ class Prediction(Struct, kw_only=True):
 class Plan(Struct, kw_only=True):
     """What nodes must agree on in a comparison whose runs others start (lab/compare/jobs.py).
 
-    code : digests by file. runs : cell and repeat of each. to_do : numbers of the missing runs.
+    code : digests by file. to_do : numbers of the missing runs. What each run does follows from the
+    comparison's settings.
     """
 
     code: dict[Text, Text]
-    runs: list[tuple[Name, Count]] = []
     to_do: list[Count] | UnsetType = UNSET
 
 
