@@ -35,7 +35,7 @@ demo: $(READY) ## train VGG-11 in all four ways on digits and compare them (minu
 	@$(BIN)/python -m lab.demo
 
 test: $(READY) ## run the tests that every change must pass (minutes)
-	$(PYTEST) -m "not slow and not mutation and not engines and not long"
+	$(PYTEST) --ignore=tests/engines -m "not slow and not mutation and not long"
 
 test-slow: $(READY) ## run the slow tests with those of the engines, and check that every planted mistake is caught
 	$(PYTEST) -m "(slow or mutation or engines) and not long"

@@ -1,6 +1,7 @@
 """Fixtures for all tests: end leftover processes, and run tests marked ``alone`` by themselves."""
 
 import fcntl
+import gc
 import signal
 
 import pytest
@@ -22,6 +23,17 @@ def _nothing_left_running():
     """End the processes that a test left running, so that they do not slow down later tests."""
     yield
     kill_started()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage among the imported modules: they stay until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -232,7 +232,7 @@ MOST_STATEMENTS = {
     "lab/evidence": 220,
     "lab/explain": 160,
     "lab/fleet": 100,
-    "lab/grade": 1850,
+    "lab/grade": 1800,
     "lab/learn": 1710,
     "lab/predict": 2250,
     "lab/proofs": 490,

@@ -187,11 +187,11 @@ class AuditContent(msgspec.Struct):
 
 def as_json(result: AuditResult) -> dict[str, Any]:
     """Return the content of the JSON file: plain values, texts without control characters."""
-    plain: dict[str, Any] = msgspec.to_builtins(_content(result))
+    plain: dict[str, Any] = msgspec.to_builtins(content_of(result))
     return label("audit", FORMAT) | plain
 
 
-def _content(result: AuditResult) -> AuditContent:
+def content_of(result: AuditResult) -> AuditContent:
     """Return what an audit says, its texts without control characters."""
     content = AuditContent(
         command=result.command,
@@ -321,7 +321,7 @@ def print_audit(console: Console, result: AuditResult) -> None:
     """Print the answer, the findings, what is right, the notices, the unknown and the speed."""
     if not console.is_terminal:
         console = Console(file=console.file, highlight=False, width=_WIDTH)
-    for row in _rows(_content(result)):
+    for row in _rows(content_of(result)):
         _print(console, row)
 
 
@@ -410,7 +410,7 @@ class MarkNote(msgspec.Struct):
 
 def write_page(path: Path, result: AuditResult) -> None:
     """Write the page of an audit atomically; jinja2 escapes every text."""
-    write_content(path, _content(result))
+    write_content(path, content_of(result))
 
 
 def write_content(path: Path, content: AuditContent, *, mark: MarkNote | None = None) -> None:

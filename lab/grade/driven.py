@@ -17,10 +17,11 @@ from common.say import counts, listed
 from common.utils.atomic_files import read_regular
 from common.utils.gradient_fit import side_by_side
 from lab.audit.findings.finding import FAULT, CatalogueEntry
+from lab.audit.report import AuditContent, FindingContent, LineContent, RunContent, content_of
 from lab.audit.result import AuditResult, titled
 from lab.evidence import Judgement, explain_parameters, judge_parameters
 from lab.grade.driver.mark import MARK
-from lab.grade.facts import AuditedRun, AuditFacts, AuditFinding, CodePlace
+from lab.grade.facts import CANNOT_TELL, FOUND_FAULTS
 
 RUNNER = Path(__file__).with_name("driver")
 PLACEHOLDER = "{driver}"
@@ -89,7 +90,7 @@ class RankReport(msgspec.Struct):
 
 def driven_facts(
     result: AuditResult, folders: Mapping[int, Path], entries: Mapping[str, CatalogueEntry]
-) -> AuditFacts:
+) -> AuditContent:
     """Return what the drivers of all runs have found.
 
     result : of the audit around them; it knows why a run failed or hung.
@@ -97,19 +98,32 @@ def driven_facts(
     entries : what is said about each finding that a driver may name.
     """
     reports = {size: _reports(folder, size) for size, folder in folders.items()}
-    runs = [AuditedRun(size) for size, of_run in reports.items() if of_run]
     every = [report for of_run in reports.values() for report in of_run]
-    findings = _findings(reports, entries) + _of_the_audit(result)
+    of_audit = content_of(result)
+    findings = _findings(reports, entries) + _of_the_audit(of_audit)
+    passed = list(dict.fromkeys(title for report in every for title in report.passed))
+    status = 0
+    headline = f"Equal to one process on {counts(folders, 'rank')}: {listed(passed, most=20)}."
+    failure = None
     if not _is_explained(every, findings, ranks=sum(folders)):
+        status = CANNOT_TELL
         failure = _why_stopped(every, result)
         names = [finding.name for finding in findings]
         headline = f"{failure}; found before that: {listed(names)}" if names else failure
-        return AuditFacts(2, headline, failure, [], findings, runs)
-    if findings:
-        return AuditFacts(1, f"wrong: {findings[0].title}", None, [], findings, runs)
-    passed = list(dict.fromkeys(title for report in every for title in report.passed))
-    headline = f"Equal to one process on {counts(folders, 'rank')}: {listed(passed, most=20)}."
-    return AuditFacts(0, headline, None, [], [], runs)
+    elif findings:
+        status = FOUND_FAULTS
+        headline = f"wrong: {findings[0].title}"
+    return msgspec.structs.replace(
+        of_audit,
+        status=status,
+        headline=headline,
+        failure=failure,
+        diagnosis=None,
+        findings=findings,
+        possible=[],
+        unknown=[],
+        runs=[RunContent(size, size, 0, hung=False) for size, found in reports.items() if found],
+    )
 
 
 def _reports(folder: Path, size: int) -> list[RankReport]:
@@ -119,7 +133,7 @@ def _reports(folder: Path, size: int) -> list[RankReport]:
 
 
 def _is_explained(
-    reports: Sequence[RankReport], findings: Sequence[AuditFinding], *, ranks: int
+    reports: Sequence[RankReport], findings: Sequence[FindingContent], *, ranks: int
 ) -> bool:
     """Return whether all ranks of all runs came to their end, or a finding says why not."""
     ends = [report.end for report in reports]
@@ -144,7 +158,7 @@ def _last_report(log: Path) -> RankReport | None:
 
 def _findings(
     reports: Mapping[int, Sequence[RankReport]], entries: Mapping[str, CatalogueEntry]
-) -> list[AuditFinding]:
+) -> list[FindingContent]:
     """Return one finding a name, in the order of the texts, with the evidence of its first rank.
 
     What another one explains is left out.
@@ -156,26 +170,38 @@ def _findings(
             first.setdefault(found.name, found)
             sizes.setdefault(found.name, set()).add(size)
     follow = {follower for name in first if name in entries for follower in entries[name].explains}
-    findings: list[AuditFinding] = []
+    findings: list[FindingContent] = []
     for name, entry in entries.items():
         if name in first and name not in follow:
             title = f"{titled(entry.title, sorted(sizes[name]))}: {first[name].evidence}"
-            place = first[name].at
-            at = None if place is None else CodePlace(*place)
-            findings.append(AuditFinding(name, FAULT, title, entry.cure, "certain", at))
+            findings.append(_finding(entry, title, first[name], sorted(sizes[name])))
     return findings
 
 
-def _of_the_audit(result: AuditResult) -> list[AuditFinding]:
+def _finding(
+    entry: CatalogueEntry, title: str, found: FoundByRank, sizes: list[int]
+) -> FindingContent:
+    return FindingContent(
+        name=entry.name,
+        severity=FAULT,
+        title=title,
+        evidence=[found.evidence],
+        at=None if found.at is None else LineContent(*found.at, text=""),
+        cause=entry.cause,
+        cure=entry.cure,
+        sure="certain",
+        ranks=sizes,
+        condition=None,
+    )
+
+
+def _of_the_audit(audit: AuditContent) -> list[FindingContent]:
     """Return the audit's finding that explains why ranks wait for each other, if it has it."""
-    findings: list[AuditFinding] = []
-    for finding in result.findings:
-        if finding.name == _DIFFER:
-            title = f"{finding.entry.title}: {finding.evidence[0]}"
-            at = None if finding.at is None else CodePlace(finding.at.file, finding.at.line)
-            cure = finding.entry.cure
-            findings.append(AuditFinding(_DIFFER, FAULT, title, cure, finding.sure, at))
-    return findings
+    return [
+        msgspec.structs.replace(finding, title=f"{finding.title}: {finding.evidence[0]}")
+        for finding in audit.findings
+        if finding.name == _DIFFER
+    ]
 
 
 def _why_stopped(reports: Sequence[RankReport], result: AuditResult) -> str:

@@ -1,11 +1,15 @@
 """What was seen of a part: ``Facts``, which part.py writes and marks.py reads.
 
-``AuditFacts`` has what a mark follows from; the file keeps all that ``lab audit --json`` writes.
+They hold all that ``lab audit --json`` writes.
 """
 
 import msgspec
 
-from lab.audit.findings.finding import FAULT
+from lab.audit.report import AuditContent, DiagnosisContent
+
+# Statuses of an audit.
+FOUND_FAULTS = 1
+CANNOT_TELL = 2
 
 
 class Look(msgspec.Struct):
@@ -30,89 +34,9 @@ class Look(msgspec.Struct):
         return f"{self.what} {self.grader}".strip()
 
 
-class CodePlace(msgspec.Struct):
-    """A line of the script."""
-
-    file: str
-    line: int
-
-
-class AuditFinding(msgspec.Struct):
-    """A finding of the audit; its texts are shown to students.
-
-    condition : what it supposes and the audit cannot tell; None for one that holds.
-    """
-
-    name: str
-    severity: str
-    title: str
-    cure: str
-    sure: str
-    at: CodePlace | None
-    condition: str | None = None
-
-    @property
-    def place(self) -> str:
-        """Its name, with the line of the script if it has one."""
-        return f"{self.name}, {self.at.file}:{self.at.line}" if self.at else self.name
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether the audit is sure of it."""
-        return self.sure == "certain"
-
-
-class Diagnosis(msgspec.Struct):
-    """Why a run could not be audited to its end, in the fields of the audit's ``Failure``."""
-
-    how: str
-    reason: str
-    cause: str
-    cure: str
-    advice: str
-
-    @property
-    def what(self) -> str:
-        """What happened and why, for every reader."""
-        return f"{self.how}: {self.reason} {self.cause}".strip()
-
-
-class AuditedRun(msgspec.Struct):
-    """A run on a number of ranks."""
-
-    ranks: int
-
-
-class AuditFacts(msgspec.Struct):
-    """The entries of ``lab audit --json`` that a mark follows from.
-
-    status : 0 right, 1 faults, 2 could not be audited or cannot tell.
-    possible : findings on a condition.
-    """
-
-    status: int
-    headline: str
-    failure: str | None
-    unknown: list[str]
-    findings: list[AuditFinding]
-    runs: list[AuditedRun]
-    possible: list[AuditFinding] = []
-    diagnosis: Diagnosis | None = None
-
-    @property
-    def faults(self) -> list[AuditFinding]:
-        """The findings that may cost points."""
-        return [finding for finding in self.findings if finding.severity == FAULT]
-
-    @property
-    def found_faults(self) -> bool:
-        """Whether it says that the script is wrong."""
-        return self.status == 1
-
-    @property
-    def cannot_tell(self) -> bool:
-        """Whether it could not judge the script at all."""
-        return self.status == 2
+def what_ended(diagnosis: DiagnosisContent) -> str:
+    """Return why a run could not be audited to its end, for every reader."""
+    return f"{diagnosis.how}: {diagnosis.reason} {diagnosis.cause}".strip()
 
 
 class Try(msgspec.Struct):
@@ -139,7 +63,7 @@ class Facts(msgspec.Struct, kw_only=True):
     """
 
     key: str
-    audit: AuditFacts
+    audit: AuditContent
     used: list[str]
     whole: bool
     doubts: list[str]

@@ -9,9 +9,10 @@ import msgspec
 
 from common.utils.typed_json import Name, Text
 from lab.audit.findings.finding import FAULT, CatalogueEntry, catalogue
+from lab.learn.course import LESSONS
 
-# The lesson for a fault that no other lesson explains.
-_ANY_FAULT = "09_find_the_bug"
+# The number of the lesson for a fault that no other lesson explains.
+_ANY_FAULT = 9
 
 
 class OwnFinding(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -27,13 +28,6 @@ class OwnFinding(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     cure: Text
     explains: list[Name] = []
     read: Text = ""
-
-
-class FaultLesson(msgspec.Struct):
-    """A lesson, and the faults that it explains."""
-
-    title: str
-    faults: list[str]
 
 
 def entries(own: Mapping[str, OwnFinding]) -> dict[str, CatalogueEntry]:
@@ -52,24 +46,14 @@ def entries(own: Mapping[str, OwnFinding]) -> dict[str, CatalogueEntry]:
 @cache
 def runner_findings() -> dict[str, OwnFinding]:
     """Return the faults that the runner of every driver finds."""
-    return msgspec.convert(_read("findings.toml"), dict[str, OwnFinding])
-
-
-@cache
-def _lessons() -> dict[str, FaultLesson]:
-    """Return the lessons by the names of their pages."""
-    return msgspec.convert(_read("lessons.toml"), dict[str, FaultLesson])
-
-
-def _read(name: str) -> dict[str, object]:
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    text = Path(__file__).with_name("findings.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), dict[str, OwnFinding])
 
 
 def lesson_of(fault: str, own: Mapping[str, OwnFinding]) -> str:
     """Return what to read about a fault: a lesson's title and page, or what the rubric says."""
     if fault in own and own[fault].read:
         return own[fault].read
-    lessons = _lessons()
-    pages = [page for page, lesson in lessons.items() if fault in lesson.faults]
-    page = next(iter(pages), _ANY_FAULT)
-    return f"{lessons[page].title} (docs/learn/{page}.md)"
+    explaining = [lesson for lesson in LESSONS if fault in lesson.faults]
+    lesson = next(iter(explaining), LESSONS[_ANY_FAULT - 1])
+    return f"Lesson {lesson.number}: {lesson.title} (docs/learn/{lesson.name}.md)"

@@ -30,7 +30,7 @@ from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
 from lab.grade import gradescope, pages
 from lab.grade.driven import PLACEHOLDER, RUNNER, driver_words
-from lab.grade.facts import Facts, Look
+from lab.grade.facts import CANNOT_TELL, Facts, Look
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
 from lab.grade.rubric import (
     Rubric,
@@ -304,7 +304,7 @@ def _known(tasks: Mapping[Place, Task], decided: Mapping[Place, Override]) -> di
             facts = _read_facts(task)
         except (FileNotFoundError, UserError):  # not there, or cut off
             continue
-        ran = facts.whole or not facts.audit.cannot_tell
+        ran = facts.whole or facts.audit.status != CANNOT_TELL
         if facts.key == task.key and (ran or place in decided):
             known[place] = facts
     return known

@@ -12,7 +12,8 @@ import msgspec
 from common.errors import UserError
 from common.say import counts
 from lab.audit.findings.finding import FAULT
-from lab.grade.facts import AuditFacts, AuditFinding, Facts, Look
+from lab.audit.report import AuditContent, FindingContent
+from lab.grade.facts import CANNOT_TELL, FOUND_FAULTS, Facts, Look, what_ended
 from lab.grade.findings import lesson_of
 from lab.grade.rubric import WAYS, Part, Rubric
 from lab.grade.submissions import CsvRow, Place, check_row, read_rows
@@ -85,12 +86,12 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     )
 
 
-def _counted(part: Part, seen: Facts) -> list[AuditFinding]:
+def _counted(part: Part, seen: Facts) -> list[FindingContent]:
     """Return what costs points: the faults that the course does not accept, and what it demands."""
-    counted: list[AuditFinding] = []
-    if seen.audit.found_faults:
+    counted: list[FindingContent] = []
+    if seen.audit.status == FOUND_FAULTS:
         counted += [fault for fault in seen.audit.faults if fault.name not in part.accepts]
-    if not seen.audit.cannot_tell:
+    if seen.audit.status != CANNOT_TELL:
         counted += [found for found in seen.audit.findings if found.name in part.demands]
     return counted
 
@@ -102,9 +103,16 @@ def _accepted(part: Part, seen: Facts) -> Iterator[str]:
             yield f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}"
 
 
-def _why_lost(fault: AuditFinding, points: float) -> str:
+def _why_lost(fault: FindingContent, points: float) -> str:
     """Return the sentence for a deduction."""
-    return f"-{points:g}: {fault.title} ({fault.place}). {fault.cure}"
+    return f"-{points:g}: {fault.title} ({_place(fault)}). {fault.cure}"
+
+
+def _place(finding: FindingContent) -> str:
+    """Return a finding's name, with the line of the script if it has one."""
+    if finding.at is None:
+        return finding.name
+    return f"{finding.name}, {finding.at.file}:{finding.at.line}"
 
 
 def _why_full(part: Part, seen: Facts) -> str:
@@ -120,7 +128,9 @@ def _doubted(seen: Facts) -> list[Look]:
     return [Look(f"{doubt}.", grader="Read its code.") for doubt in seen.doubts]
 
 
-def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: float) -> list[Look]:
+def _unclear(
+    part: Part, seen: Facts, counted: Sequence[FindingContent], marks: float
+) -> list[Look]:
     """Return what the audit could not tell about a part.
 
     counted : the faults that cost points.
@@ -129,10 +139,10 @@ def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: fl
     audit = seen.audit
     if part.ranks == [1] and seen.whole:
         return []
-    if part.ranks == [1] or audit.cannot_tell:
+    if part.ranks == [1] or audit.status == CANNOT_TELL:
         return [_undecided(seen)]
     looks: list[Look] = []
-    unsure = [fault.title for fault in counted if not fault.is_certain]
+    unsure = [fault.title for fault in counted if fault.sure != "certain"]
     if unsure:
         looks.append(
             Look(
@@ -157,9 +167,9 @@ def _undecided(seen: Facts) -> Look:
     audit = seen.audit
     look = Look(f"{audit.headline.rstrip('.')}.")
     if audit.diagnosis:
-        look = Look(audit.diagnosis.what, student=audit.diagnosis.cure)
+        look = Look(what_ended(audit.diagnosis), student=audit.diagnosis.cure)
     advice = [
-        f"If {finding.condition}: {finding.title} ({finding.place})."
+        f"If {finding.condition}: {finding.title} ({_place(finding)})."
         for finding in audit.possible
         if finding.severity == FAULT
     ]
@@ -174,17 +184,17 @@ def _undecided(seen: Facts) -> Look:
     return look
 
 
-def _unchecked(part: Part, audit: AuditFacts) -> Iterator[Look]:
+def _unchecked(part: Part, audit: AuditContent) -> Iterator[Look]:
     """Yield what the audit could not check of a part in which no fault counts."""
     ran = {run.ranks for run in audit.runs}
     if len(ran) < len(part.ranks):
         yield Look(f"it ran on {counts(ran, 'rank')} only.", grader="Look at its divisor.")
-    if audit.found_faults:
+    if audit.status == FOUND_FAULTS:
         for sentence in audit.unknown:
             if sentence.startswith(("gradients: ", "weights: ")):
                 yield Look(f"beside an accepted fault, this could not be checked: {sentence}")
     if audit.diagnosis:
-        yield Look(f"beside an accepted fault, the run ended early: {audit.diagnosis.what}")
+        yield Look(f"beside an accepted fault, the run ended early: {what_ended(audit.diagnosis)}")
 
 
 # --- what a person decides ---

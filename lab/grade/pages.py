@@ -19,6 +19,7 @@ from common.say import count
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.report import AuditContent, MarkNote, page_template, write_content
+from lab.grade.facts import Facts, what_ended
 from lab.grade.findings import entries, lesson_of
 from lab.grade.marks import Mark, OverrideRow
 from lab.grade.rubric import Rubric
@@ -69,15 +70,9 @@ def write_submission(
     write_atomically(folder / "results.json", results + b"\n")
 
 
-class _AuditedPart(msgspec.Struct):
-    """What part.py has written of a part: the whole audit."""
-
-    audit: AuditContent
-
-
 def _write_audit_page(path: Path, mark: Mark) -> None:
     """Write the audit's page of a part, in the colour of its mark."""
-    facts = read_json(path.with_suffix(".json"), _AuditedPart, most_bytes=MOST_FACTS)
+    facts = read_json(path.with_suffix(".json"), Facts, most_bytes=MOST_FACTS)
     note = MarkNote(f"{mark.title}: {marks_text(mark)}", _colour(mark))
     write_content(path, _for_student(facts.audit), mark=note)
 
@@ -87,7 +82,7 @@ def _for_student(audit: AuditContent) -> AuditContent:
     told = audit.diagnosis
     if told is None:
         return audit
-    failure = " ".join(filter(None, (f"{told.how}: {told.reason}", told.cause, told.cure)))
+    failure = f"{what_ended(told)} {told.cure}".strip()
     headline = failure if audit.headline == audit.failure else audit.headline
     return msgspec.structs.replace(audit, headline=headline, failure=failure)
 

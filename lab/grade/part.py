@@ -20,19 +20,19 @@ import msgspec
 
 from common.utils.atomic_files import write_atomically
 from common.utils.system import libc_function
-from common.utils.typed_json import convert, encode
+from common.utils.typed_json import encode
 from lab.audit.audit import audit_script
 from lab.audit.cli import STEPS
 from lab.audit.command import AuditCommand
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Start, Step
-from lab.audit.report import OWN_FAULT, as_json
+from lab.audit.report import OWN_FAULT, AuditContent, content_of
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
 from lab.grade import driven
 from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
-from lab.grade.facts import AuditFacts, Facts, Try
+from lab.grade.facts import Facts, Try
 from lab.grade.findings import entries
 from lab.grade.sandbox import Task, sandbox
 
@@ -77,7 +77,7 @@ class Outcome:
     result: AuditResult
     ended: list[str]
     refusal: Refusal | None
-    checked: AuditFacts | None = None
+    checked: AuditContent | None = None
 
 
 def _audit_as_demanded(task: Task, folder: Path) -> list[Outcome]:
@@ -160,12 +160,10 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
     *before, last = outcomes
     task = last.task
     result = last.result
-    # What a driver found has no page: the audit's would speak of the driver.
-    audit = msgspec.to_builtins(last.checked) if last.checked else as_json(result)
     ranks = [rank for recording in result.recordings for rank in recording.ranks]
     facts = Facts(
         key=task.key,
-        audit=convert(audit, AuditFacts, name="what the audit found"),
+        audit=last.checked or content_of(result),
         used=_used(ranks),
         whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
         doubts=_doubts(result, last.ended),
@@ -176,9 +174,10 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
         refused=last.refusal is not None,
         tries=[Try(shown_command(other.task), other.result.headline) for other in before],
     )
-    text = encode(msgspec.to_builtins(facts) | {"audit": audit}, indent=1)
     # Nobody finds the copy of the submission again.
-    write_atomically(Path(task.facts), text.replace(f"{task.submission}/".encode(), b""))
+    write_atomically(
+        Path(task.facts), encode(facts, indent=1).replace(f"{task.submission}/".encode(), b"")
+    )
 
 
 def _used(ranks: Sequence[RankRecords]) -> list[str]:

@@ -90,6 +90,7 @@ class Lesson:
     exercises : by the names under which ``ANSWERS`` in the student's file holds the answers.
     uses : the lesson whose file this one's program loads; None if it stands alone.
     later : functions of a second step, which may have blanks while the first is checked.
+    faults : which it explains, by the audit's names.
     """
 
     number: int
@@ -101,6 +102,7 @@ class Lesson:
     exercises: Mapping[str, Exercise]
     uses: int | None = None
     later: Sequence[str] = ()
+    faults: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -202,6 +204,18 @@ LESSONS: Sequence[Lesson] = (
             "b": Exercise(3, "5 x 360 - 1,797", "each rank takes 1,797 / 5, rounded up"),
             "c": Exercise(320, "5 x 64", "every rank takes 64"),
         },
+        faults=(
+            "group-unused",
+            "different-start",
+            "same-samples",
+            "uneven-coverage",
+            "same-order",
+            "different-batch-counts",
+            "weights-diverge",
+            "different-learning-rates",
+            "different-optimizer-state",
+            "wrong-global-batch",
+        ),
     ),
     Lesson(
         3,
@@ -231,6 +245,20 @@ LESSONS: Sequence[Lesson] = (
                 68, "two for each of 34 tensors", "a gather and a scatter for each tensor"
             ),
         },
+        faults=(
+            "sum-not-mean",
+            "literal-divisor",
+            "averaged-twice",
+            "scaled-in-loss",
+            "own-gradient",
+            "not-the-mean",
+            "some-parameters",
+            "group-divisor",
+            "inside-groups",
+            "one-group",
+            "unequal-groups",
+            "weights-averaged",
+        ),
     ),
     Lesson(
         4,
@@ -314,6 +342,7 @@ LESSONS: Sequence[Lesson] = (
                 "Gloo works on both at once: who has less to send?",
             ),
         },
+        faults=("ddp-bypassed", "stale-gradient", "needless-communication"),
     ),
     Lesson(
         7,
@@ -377,6 +406,7 @@ LESSONS: Sequence[Lesson] = (
             ),
             "c": Exercise(1.053, "1 / 0.95", "0.95 of the step stay", tolerance=0.005),
         },
+        faults=("clock-first-iteration", "clock-before-update", "clock-wrong-divisor"),
     ),
     Lesson(
         9,
@@ -403,6 +433,7 @@ LESSONS: Sequence[Lesson] = (
             ),
             "c": Exercise(2, "3 and 6", "look for: only the first number"),
         },
+        faults=("clipped-before-averaging", "value-clipped-before-averaging"),
     ),
     Lesson(
         10,
@@ -435,6 +466,7 @@ LESSONS: Sequence[Lesson] = (
                 "compare the means of ten steps: does the order stay from run to run?",
             ),
         },
+        faults=("collectives-differ",),
     ),
 )
 

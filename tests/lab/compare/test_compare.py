@@ -394,7 +394,7 @@ def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it
 def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     """The exact strategies' losses agree, and the bytes sent equal the formulas'."""
     flags = (
-        "--nodes 1 2 --sync ring ddp topk --steps 2 --warmup 1 --repeats 1 "
+        "--nodes 1 2 --sync ring ddp --steps 2 --warmup 1 --repeats 1 "
         "--dataset digits --batch-size 16 --no-predict --output-dir"
     ).split()
     done = start_lab("compare", *flags, tmp_path, cold=True).end(timeout_seconds=500)
@@ -407,7 +407,7 @@ def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     assert losses["ddp"] == pytest.approx(losses["ring"], rel=1e-3)
     assert losses["none"][0] == pytest.approx(losses["ring"][0], rel=0.05), "in two shards"
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
-    for name in ("ring", "ddp", "topk"):
+    for name in ("ring", "ddp"):
         plan, sent = build_sync(name).plan, [rank.bytes_sent for rank in runs[name].ranks]
         assert sent == [float(plan.bytes_sent(sizes, rank, 2)) for rank in range(2)], name
     for name in ("report.html", "table.md", "table.csv", "whatif.html"):

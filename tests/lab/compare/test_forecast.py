@@ -286,7 +286,7 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(e
     assert json.loads((folder / "profile.json").read_text()) == json.loads(even.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(500)
 @pytest.mark.skipif(namespaces_refused() is not None, reason=str(namespaces_refused()))
 def test_two_ranks_on_each_node_from_the_command_line_to_the_report(even, tmp_path):

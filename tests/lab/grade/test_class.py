@@ -125,14 +125,25 @@ TWELVE = {
 }
 
 
-@pytest.mark.slow
+SIX = "asked url-sum torchrun flags forged replaced".split()
+
+
 @pytest.mark.timeout(1200)
-def test_a_class_of_twelve_right_faulty_cheating_and_started_in_its_own_ways(grade):
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SIX, id="six", marks=pytest.mark.slow),
+        pytest.param([*TWELVE], id="twelve", marks=pytest.mark.long),
+    ],
+)
+def test_a_class_of_right_faulty_cheating_and_started_in_its_own_ways(names, grade):
     rubric = ON_TWO_RANKS.replace(BY_FLAGS, DEMANDED)
-    seen = grade({name: {part: files} for name, (part, files, *_) in TWELVE.items()}, rubric=rubric)
+    class_of = {name: TWELVE[name] for name in names}
+    submissions = {name: {part: files} for name, (part, files, *_) in class_of.items()}
+    seen = grade(submissions, rubric=rubric)
     marks = {name: row["part2"] for name, row in seen.rows.items()}
-    assert marks == {name: mark for name, (_, _, mark, _, _) in TWELVE.items()}
-    for name, (_, _, mark, fault, otherwise) in TWELVE.items():
+    assert marks == {name: mark for name, (_, _, mark, _, _) in class_of.items()}
+    for name, (_, _, mark, fault, otherwise) in class_of.items():
         row = seen.rows[name]
         if name not in CHEATS:  # what a cheat's records say does not count
             assert row["faults"] == (f"part2:{fault}" if fault else ""), name
@@ -140,7 +151,8 @@ def test_a_class_of_twelve_right_faulty_cheating_and_started_in_its_own_ways(gra
         assert otherwise in row["other commands"], name
         assert bool(row["by hand"]) == (not mark), name
     assert "eth1" in seen.rows["flags"]["other commands"]
-    assert "Python 2" in seen.rows["python2"]["by hand"]
+    if "python2" in names:
+        assert "Python 2" in seen.rows["python2"]["by hand"]
     for name in ("forged", "replaced"):
         assert CHEATS[name][1] in seen.rows[name]["by hand"]
 

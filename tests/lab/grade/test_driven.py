@@ -83,7 +83,7 @@ def test_ranks_that_wait_for_each_other_are_the_audits_finding(tmp_path):
     differ = found("collectives-differ", kind="waits", **values)
     audit = driven_facts(audited(differ), logs, entries({}))
     assert [finding.name for finding in audit.findings] == ["collectives-differ"]
-    assert (audit.status, audit.findings[0].is_certain) == (1, True)
+    assert (audit.status, audit.findings[0].sure) == (1, "certain")
 
 
 @pytest.mark.parametrize("course", [path.stem for path in FOLDER.glob("*.py")])

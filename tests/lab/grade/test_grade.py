@@ -6,14 +6,14 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import convert, encode
 from lab.audit.findings.finding import FAULT, catalogue
+from lab.audit.report import AuditContent
 from lab.grade import grade as grading
-from lab.grade.facts import AuditFacts, Facts
+from lab.grade.facts import Facts
 from lab.grade.findings import lesson_of
 from lab.grade.rubric import FOLDER
 from tests.helpers.paths import ROOT
@@ -79,7 +79,7 @@ def ran(monkeypatch, tasks):
         used = ["all_reduce"] if text == "no-ddp" else ["ddp"]
         facts = Facts(
             key=task.key,
-            audit=convert(audit, AuditFacts, name="audit"),
+            audit=convert(audit, AuditContent, name="audit"),
             used=used,
             whole=False,
             seconds=1,
@@ -87,8 +87,7 @@ def ran(monkeypatch, tasks):
             command="the command",
             changes=task.changes,
         )
-        whole = msgspec.to_builtins(facts) | {"audit": audit}
-        write_atomically(Path(task.facts), encode(whole))
+        write_atomically(Path(task.facts), encode(facts))
         return facts
 
     monkeypatch.setattr(grading, "_run", run)

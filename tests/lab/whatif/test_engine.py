@@ -27,7 +27,6 @@ from tests.helpers.whatif_states import (
 pytestmark = needs_node
 
 QUICK = len(STRATEGIES) + 1  # of two pages
-MANY = 2000
 REFERENCE = load_calibration(reference_path())
 
 
@@ -64,11 +63,16 @@ def test_rows_are_those_of_lab_predict(quick_pages):
         assert_equal(page, rows_in_node(page))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_rows_of_many_states_are_those_of_lab_predict(tmp_path_factory, worker_id):
-    found = shared_pages(shared_folder(tmp_path_factory, worker_id), MANY, sampled_ranks=3)
-    assert sum(len(page.rows) for page in found) == MANY
+@pytest.mark.parametrize(
+    "many",
+    [
+        pytest.param(200, marks=pytest.mark.slow),
+        pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+    ],
+)
+def test_rows_of_many_states_are_those_of_lab_predict(many, tmp_path_factory, worker_id):
+    found = shared_pages(shared_folder(tmp_path_factory, worker_id), many, sampled_ranks=3)
+    assert sum(len(page.rows) for page in found) == many
     for page in found:
         assert_equal(page, rows_in_node(page))
 
