@@ -8,23 +8,19 @@ without it follow each other in processes of their own, in the order A B B A. Ea
 gives a ratio of wall time a step, and one of processor time.
 """
 
-import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from loader import REPOSITORY, SEED, describe_machine, whole_number
+from loader import SEED, describe_machine, parse_flags, whole_number
 from sync import shown
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-
-sys.path.insert(0, str(REPOSITORY))
 
 from common.models import build_model
 from lab.audit import probe
@@ -61,12 +57,11 @@ def train(rank: int, folder: Path, steps: int, probed: bool) -> tuple[float, flo
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pairs", type=whole_number, default=6, help="pairs of runs (default: 6)")
-    parser.add_argument("--steps", type=whole_number, default=10, help="of a run (default: 10)")
-    arguments = parser.parse_args()
+    flags = {
+        "--pairs": {"type": whole_number, "default": 6, "help": "pairs of runs (default: 6)"},
+        "--steps": {"type": whole_number, "default": 10, "help": "of a run (default: 10)"},
+    }
+    arguments = parse_flags(__doc__, flags)
     print(describe_machine())
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for pair in range(arguments.pairs):

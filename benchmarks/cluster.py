@@ -26,10 +26,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from loader import REPOSITORY, SEED, describe_machine, whole_number
+from loader import SEED, describe_machine, parse_flags, whole_number
 from sync import Exchange, shown
-
-sys.path.insert(0, str(REPOSITORY))
 
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import process_group
@@ -111,34 +109,30 @@ def ideal_seconds(name: str, nbytes: int, nodes: int, rate_bits: float) -> float
 
 def main() -> None:
     """Measure and print; with --rank, run one of the nodes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--nodes", type=whole_number, default=4, help="number of nodes (default: 4)"
-    )
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        default=["200mbit", "1gbit"],
-        help="rates of the links (default: 200mbit 1gbit)",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=whole_number,
-        default=7,
-        help="rounds to measure, after two warm-up rounds (default: 7)",
-    )
-    for name in ("--rank", "--master", "--output"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    flags = {
+        "--nodes": {"type": whole_number, "default": 4, "help": "number of nodes (default: 4)"},
+        "--rate": {
+            "nargs": "+",
+            "default": ["200mbit", "1gbit"],
+            "help": "rates of the links (default: 200mbit 1gbit)",
+        },
+        "--rounds": {
+            "type": whole_number,
+            "default": 7,
+            "help": "rounds to measure, after two warm-up rounds (default: 7)",
+        },
+        "--rank": {"type": int, "help": argparse.SUPPRESS},
+        "--master": {"help": argparse.SUPPRESS},
+        "--output": {"type": Path, "help": argparse.SUPPRESS},
+    }
+    arguments = parse_flags(__doc__, flags)
     if arguments.rank is not None:
         measure(
-            int(arguments.rank),
+            arguments.rank,
             arguments.nodes,
             arguments.master,
             rounds=arguments.rounds,
-            output=Path(arguments.output),
+            output=arguments.output,
         )
         return
     nbytes = sum(GradientSize.of(build_model("vgg11", 10).parameters()))

@@ -11,6 +11,7 @@ of each step. A table comes last. --dry-run does the same on the CPU, with tiny 
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -80,8 +81,8 @@ def plan(args: argparse.Namespace) -> list[Step]:
     ]
 
 
-def main() -> int:
-    """Run the steps that are left; return 1 if one failed, 2 if nothing can run."""
+def arguments() -> argparse.Namespace:
+    """Return the flags. Status 2 if nothing can run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,25 +96,31 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, tiny")
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        measure = {"machine": machine, "vgg11": vgg11, "batchnorm": batchnorm}[args.child]
-        print(json.dumps(measure(args.dry_run)))
-        return 0
     args.out, args.data = args.out.resolve(), args.data.resolve()
-    steps = plan(args)
-    if missing := missing_packages():
+    if not args.child and (missing := missing_packages()):
         parser.error(
             f"{sys.executable} does not find {', '.join(missing)}: install them, or unpack their "
             "wheels into a folder and put it on PYTHONPATH"
         )
-    if wrong := set(args.only or ()) - {step.name for step in steps}:
-        parser.error(f"--only: got {', '.join(wrong)}; choose from {[step.name for step in steps]}")
+    names = [step.name for step in plan(args)]
+    if wrong := set(args.only or ()) - set(names):
+        parser.error(f"--only: got {', '.join(wrong)}; choose from {names}")
+    return args
+
+
+def main() -> int:
+    """Run the steps that are left; return 1 if one failed."""
+    args = arguments()
+    if args.child:
+        measure = {"machine": machine, "vgg11": vgg11, "batchnorm": batchnorm}[args.child]
+        print(json.dumps(measure(args.dry_run)))
+        return 0
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "results.json"
     results = json.loads(file.read_text()) if file.exists() else {}
     slower = DRY_RUN_TIMES if args.dry_run else 1
     deadline = time.monotonic() + slower * args.budget_seconds
-    for step in steps:
+    for step in plan(args):
         left = deadline - time.monotonic()
         known = results.get(step.name, {"status": "waits"})
         wanted = known["status"] != "ok"
@@ -142,29 +149,24 @@ def missing_packages() -> list[str]:
 
 def run_step(step: Step, out: Path, limit_seconds: float) -> dict[str, Any]:
     """Run one step, and end everything that it has started; return what becomes of it."""
-    import psutil  # once it is known to be there
+    # What these need is known to be there by now.
+    from common.utils.processes import adopt_orphans, start_child
+    from lab.fleet.supervision import kill_descendants
 
     began = time.monotonic()
     log = out / f"{step.name}.log"
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    with log.open("wb") as output:
-        process = psutil.Popen(
+    adopt_orphans()
+    status = None
+    with log.open("wb") as output, contextlib.suppress(subprocess.TimeoutExpired):
+        status = start_child(
             [sys.executable, *step.command],
-            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": path},
-        )
-        started: set[psutil.Process] = {process}
-        while process.poll() is None and time.monotonic() < began + limit_seconds:
-            started.update(process.children(recursive=True))  # also those whose parent ends later
-            time.sleep(0.1)
-    status = process.poll()
-    left = [child for child in started if child.is_running()]
-    for child in left:  # nothing may hold the GPU any longer
-        child.kill()
-    psutil.wait_procs(left, timeout=10)
+        ).wait(limit_seconds)
+    kill_descendants()  # nothing may hold the GPU any longer
     lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
     ended = "failed"
     if status is None:
@@ -347,6 +349,7 @@ def batchnorm_seconds(_rank: int, dry_run: bool) -> dict[str, list[float]]:
     device = "cpu" if dry_run else "cuda"
     size = 8 if dry_run else 256
     steps = 1 if dry_run else 20
+    turns = 2 if dry_run else 4  # the first one warms up
     images = torch.randn(size, 3, 32, 32)
     batch = (images.to(device), torch.randint(0, 10, (size,)).to(device))
     engines = {}
@@ -359,14 +362,14 @@ def batchnorm_seconds(_rank: int, dry_run: bool) -> dict[str, list[float]]:
         engine.prepare(torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss())
         engines[way] = engine
     found: dict[str, list[float]] = {way: [] for way in engines}
-    for turn in range(1 if dry_run else 4):
+    for turn in range(turns):
         for way, engine in engines.items():
             began = time.perf_counter()
             engine.train_epoch([batch] * steps, epoch=turn + 1)
             found[way].append((time.perf_counter() - began) / steps)
     for engine in engines.values():
         engine.close()
-    return {way: times[1:] or times for way, times in found.items()}  # the first turn warms up
+    return {way: times[1:] for way, times in found.items()}
 
 
 if __name__ == "__main__":

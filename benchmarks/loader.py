@@ -16,8 +16,8 @@ Before another loader's turn, the workers fill their queue and then sleep (``wai
 Before the workers' own turn the queue is emptied, so that only batches made within the measured
 time count.
 
-This file also holds what the other benchmarks share: the datasets, both loaders, the description of
-the machine, and the spread.
+This file also holds what the other benchmarks share: the flags, the datasets, both loaders, the
+description of the machine, and the spread.
 """
 
 import argparse
@@ -25,8 +25,9 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -46,6 +47,7 @@ from common.data.loaders import TrainLoader  # noqa: E402
 from common.data.sharding import GlobalBatchSampler  # noqa: E402
 from common.utils.environment import environment  # noqa: E402
 from common.utils.system import usable_cores  # noqa: E402
+from lab.flags import add_flags  # noqa: E402
 
 PLAIN_WORKERS = 2
 PREFETCH_FACTOR = 2
@@ -79,20 +81,29 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose images and batch size."""
-    parser.add_argument(
-        "--dataset",
-        choices=("cifar10", "digits"),
-        default="cifar10",
-        help="digits replaces cifar10 if its files are missing (default: cifar10)",
+def parse_flags(about: str | None, flags: Mapping[str, Mapping[str, Any]]) -> argparse.Namespace:
+    """Return the parsed flags of a benchmark. flags : see lab/flags.py."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--data-dir", type=Path, default=REPOSITORY / "data", help="folder of CIFAR-10"
-    )
-    parser.add_argument(
-        "--batch-size", type=whole_number, default=256, help="samples per step (default: 256)"
-    )
+    add_flags(parser, flags)
+    return parser.parse_args()
+
+
+# The flags that choose images and batch size.
+DATA_FLAGS: dict[str, dict[str, Any]] = {
+    "--dataset": {
+        "choices": ("cifar10", "digits"),
+        "default": "cifar10",
+        "help": "digits replaces cifar10 if its files are missing (default: cifar10)",
+    },
+    "--data-dir": {"type": Path, "default": REPOSITORY / "data", "help": "folder of CIFAR-10"},
+    "--batch-size": {
+        "type": whole_number,
+        "default": 256,
+        "help": "samples per step (default: 256)",
+    },
+}
 
 
 def load_benchmark_dataset(
@@ -245,15 +256,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_data_flags(parser)
-    parser.add_argument(
-        "--rounds", type=whole_number, default=7, help="turns of each loader (default: 7)"
-    )
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn (default: 2)")
-    arguments = parser.parse_args()
+    flags = {
+        **DATA_FLAGS,
+        "--rounds": {
+            "type": whole_number,
+            "default": 7,
+            "help": "turns of each loader (default: 7)",
+        },
+        "--seconds": {"type": float, "default": 2.0, "help": "length of a turn (default: 2)"},
+    }
+    arguments = parse_flags(__doc__, flags)
     torch.set_num_threads(1)
     print(describe_machine())
     print(

@@ -15,19 +15,15 @@ Activations depend on the batch: they are the tensors that autograd keeps for ba
 the meta device, which knows shapes and holds no data. ``lab.proofs.ranks`` starts the ranks.
 """
 
-import argparse
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from loader import REPOSITORY, whole_number
+from loader import parse_flags, whole_number
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-
-sys.path.insert(0, str(REPOSITORY))
 
 from common.models import build_model
 from common.profiling.rank_memory import rank_memory
@@ -158,11 +154,12 @@ def _line(cells: Sequence[Any]) -> str:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=list(CLASSES))
-    parser.add_argument("--ranks", nargs="+", type=whole_number, default=[1, 2, 4])
-    parser.add_argument("--sync", nargs="+", default=DEFAULTS, help="strategies")
-    arguments = parser.parse_args()
+    flags = {
+        "--models": {"nargs": "+", "default": list(CLASSES)},
+        "--ranks": {"nargs": "+", "type": whole_number, "default": [1, 2, 4]},
+        "--sync": {"nargs": "+", "default": DEFAULTS, "help": "strategies"},
+    }
+    arguments = parse_flags(__doc__, flags)
     torch.set_num_threads(1)
     print("Tensors of the rank that holds most, between two steps, in MB (10^6 bytes):\n")
     print_tensors(arguments.models, arguments.ranks, arguments.sync)

@@ -30,17 +30,14 @@ import argparse
 import functools
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from loader import REPOSITORY, SEED, describe_machine, whole_number
+from loader import SEED, describe_machine, parse_flags, whole_number
 from torch import Tensor, nn
-
-sys.path.insert(0, str(REPOSITORY))
 
 from common.models import build_model
 from common.sync import STRATEGIES, build_sync
@@ -256,44 +253,46 @@ def report_steps(
     print(f"{'overlapped / ddp':<21}{shown(ratios, '.3f')}", flush=True)
 
 
-def parse() -> argparse.Namespace:
-    """Return the parsed flags."""
-    # fsdp exchanges while the layers compute, and those of GradientsOfVgg do not.
-    names = [name for name in STRATEGIES if name not in ("none", "fsdp")]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--ranks",
-        type=whole_number,
-        nargs="+",
-        default=[2, 3, 4],
-        help="numbers of ranks to measure (default: 2 3 4)",
-    )
-    parser.add_argument(
-        "--sync", nargs="+", default=names, choices=names, help="strategies (default: all)"
-    )
-    parser.add_argument(
-        "--rounds", type=whole_number, default=20, help="rounds of exchanges (default: 20)"
-    )
-    parser.add_argument(
-        "--pairs", type=whole_number, default=30, help="pairs of training steps (default: 30)"
-    )
-    parser.add_argument(
-        "--local-batch-size",
-        type=whole_number,
-        default=64,
-        help="images per rank and step (default: 64)",
-    )
-    parser.add_argument(
-        "--bucket-mb", type=float, help="MiB per bucket, for both strategies (default: 1, then 25)"
-    )
-    return parser.parse_args()
+# fsdp exchanges while the layers compute, and those of GradientsOfVgg do not.
+NAMES = [name for name in STRATEGIES if name not in ("none", "fsdp")]
+FLAGS: dict[str, dict[str, Any]] = {
+    "--ranks": {
+        "type": whole_number,
+        "nargs": "+",
+        "default": [2, 3, 4],
+        "help": "numbers of ranks to measure (default: 2 3 4)",
+    },
+    "--sync": {
+        "nargs": "+",
+        "default": NAMES,
+        "choices": NAMES,
+        "help": "strategies (default: all)",
+    },
+    "--rounds": {
+        "type": whole_number,
+        "default": 20,
+        "help": "rounds of exchanges (default: 20)",
+    },
+    "--pairs": {
+        "type": whole_number,
+        "default": 30,
+        "help": "pairs of training steps (default: 30)",
+    },
+    "--local-batch-size": {
+        "type": whole_number,
+        "default": 64,
+        "help": "images per rank and step (default: 64)",
+    },
+    "--bucket-mb": {
+        "type": float,
+        "help": "MiB per bucket, for both strategies (default: 1, then 25)",
+    },
+}
 
 
 def main() -> None:
     """Measure and print."""
-    arguments = parse()
+    arguments = parse_flags(__doc__, FLAGS)
     print(describe_machine())
     print(f"settings: one thread per rank, Gloo on lo; {_WARM_UP_ROUNDS} rounds to warm up")
     for size in arguments.ranks:

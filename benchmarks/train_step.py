@@ -38,17 +38,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from loader import (
+    DATA_FLAGS,
     PLAIN_WORKERS,
     REPOSITORY,
     SEED,
-    add_data_flags,
     describe_machine,
     endless,
     load_benchmark_dataset,
     our_loader,
+    parse_flags,
     plain_loader,
     spread,
     wait_until_idle,
@@ -264,25 +266,24 @@ def peak_memory_bytes(arguments: argparse.Namespace, dataset: str) -> int:
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def parse() -> argparse.Namespace:
-    """Return the parsed flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_data_flags(parser)
-    parser.add_argument(
-        "--rounds", type=whole_number, default=6, help="blocks of each loop (default: 6)"
-    )
-    parser.add_argument(
-        "--steps-per-round", type=whole_number, default=8, help="steps per block (default: 8)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=whole_number,
-        default=usable_cores(),
-        help="torch's threads, for both loops (default: all usable cores)",
-    )
-    return parser.parse_args()
+FLAGS: dict[str, dict[str, Any]] = {
+    **DATA_FLAGS,
+    "--rounds": {
+        "type": whole_number,
+        "default": 6,
+        "help": "blocks of each loop (default: 6)",
+    },
+    "--steps-per-round": {
+        "type": whole_number,
+        "default": 8,
+        "help": "steps per block (default: 8)",
+    },
+    "--threads": {
+        "type": whole_number,
+        "default": usable_cores(),
+        "help": "torch's threads, for both loops (default: all usable cores)",
+    },
+}
 
 
 def report(rounds: list[Round], *, batch_size: int, peak_bytes: int) -> None:
@@ -307,7 +308,7 @@ def report(rounds: list[Round], *, batch_size: int, peak_bytes: int) -> None:
 
 def main() -> None:
     """Measure and print."""
-    arguments = parse()
+    arguments = parse_flags(__doc__, FLAGS)
     size, steps = arguments.batch_size, arguments.steps_per_round
     torch.set_num_threads(arguments.threads)
     tune_malloc()  # as run() does

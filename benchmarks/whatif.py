@@ -10,19 +10,15 @@ browser's own work for them, which a busy machine does not change much. Also pri
 size.
 """
 
-import argparse
 import random
 import statistics
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from loader import REPOSITORY, SEED, describe_machine, whole_number
+from loader import SEED, describe_machine, parse_flags, whole_number
 from playwright.sync_api import CDPSession
-
-sys.path.insert(0, str(REPOSITORY))
 
 from lab.whatif.own_steps import OwnSteps
 from lab.whatif.page import write_page
@@ -104,13 +100,10 @@ def row(name: str, values: list[float]) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--moves", type=whole_number, default=200, help="of controls (default: 200)"
-    )
-    arguments = parser.parse_args()
+    flags = {
+        "--moves": {"type": whole_number, "default": 200, "help": "of controls (default: 200)"}
+    }
+    arguments = parse_flags(__doc__, flags)
     print(describe_machine())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "whatif.html"

@@ -20,7 +20,7 @@ from common.utils.typed_json import calm
 from lab.audit.cli import add_flags as add_audit
 from lab.audit.cli import require_dashes
 from lab.calibrate.cli import add_flags as add_calibrate
-from lab.cluster.cli import add_flags as add_cluster
+from lab.cluster.cli import add_cluster
 from lab.compare.cli import add_compare, add_report, add_run_cell
 from lab.doctor.cli import add_flags as add_doctor
 from lab.explain.cli import add_flags as add_explain

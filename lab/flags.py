@@ -31,7 +31,7 @@ def add_command(
 
     run : a function, or "module:function", which is imported when the command is called.
     help : a clause without a full stop; the list of commands shows it up to the first semicolon.
-    flags : names, e.g. "-R --rank", with their arguments of ``add_argument``.
+    flags : see ``add_flags``.
     passes_flags : whether the command takes what follows ``--``.
     """
     parser = commands.add_parser(
@@ -43,9 +43,14 @@ def add_command(
     )
     function = partial(_run_imported, run) if isinstance(run, str) else run
     parser.set_defaults(run=function, passes_flags=passes_flags)
-    for names, options in (flags or {}).items():
-        parser.add_argument(*names.split(), **options)
+    add_flags(parser, flags or {})
     return parser
+
+
+def add_flags(parser: argparse._ActionsContainer, flags: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add flags to a parser: names, e.g. "-R --rank", with their arguments of ``add_argument``."""
+    for names, options in flags.items():
+        parser.add_argument(*names.split(), **options)
 
 
 def _run_imported(target: str, args: argparse.Namespace) -> int:

@@ -50,8 +50,8 @@ def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: st
     if text is None:
         return None
     match = re.fullmatch(
-        r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµ]*?)(/s|ps)?\s*",
-        text.lower().replace("µ", "u"),
+        r"((?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµ]*?)(/s|ps)?",
+        text.strip().lower().replace("µ", "u"),
     )
     # "/s" belongs to a rate, never to a time.
     if match is None or match[2] not in units or (match[3] and "gbit" not in units):

@@ -58,13 +58,14 @@ time.sleep(60)
         ("pass", "ok", "no output"),
     ],
 )
-def test_a_step_that_fails_or_hangs_is_recorded_and_leaves_nothing(
-    tmp_path, monkeypatch, code, status, last
-):
-    monkeypatch.syspath_prepend(str(GPU.parent))
-    import gpu
-
-    found = gpu.run_step(gpu.Step("step", ["-c", code], 60), tmp_path, 5)
+def test_a_step_that_fails_or_hangs_is_recorded_and_leaves_nothing(tmp_path, code, status, last):
+    """In a process of its own, since it ends everything that its process has started."""
+    step = (
+        f"import json, pathlib, sys; sys.path.insert(0, {str(GPU.parent)!r}); import gpu; "
+        f"step = gpu.Step('step', ['-c', {code!r}], 60); "
+        f"print(json.dumps(gpu.run_step(step, pathlib.Path({str(tmp_path)!r}), 5)))"
+    )
+    found = json.loads(start("-c", step).end(timeout_seconds=60).out)
     assert found["status"] == status
     if last is None:
         assert not psutil.pid_exists(int((tmp_path / "step.log").read_text()))

@@ -208,7 +208,7 @@ def test_functions_of_common_take_few_parameters():
 # "lab" are the files directly there. Lower a row with each cut; whoever raises one says in the
 # commit what for.
 MOST_STATEMENTS = {
-    "benchmarks": 860,
+    "benchmarks": 830,
     "common": 710,
     "common/config": 380,
     "common/data": 330,
@@ -218,26 +218,26 @@ MOST_STATEMENTS = {
     "common/models": 230,
     "common/profiling": 330,
     "common/reporting": 580,
-    "common/sync": 1450,
+    "common/sync": 1440,
     "common/training_engine": 1130,
     "common/utils": 750,
     "courses": 350,
     "lab": 260,
     "lab/audit": 4690,
-    "lab/calibrate": 610,
-    "lab/cluster": 660,
+    "lab/calibrate": 600,
+    "lab/cluster": 630,
     "lab/compare": 1020,
     "lab/comparison": 250,
     "lab/doctor": 390,
     "lab/evidence": 220,
     "lab/explain": 160,
     "lab/fleet": 100,
-    "lab/grade": 1800,
-    "lab/learn": 1710,
+    "lab/grade": 1810,
+    "lab/learn": 1680,
     "lab/predict": 2250,
     "lab/proofs": 490,
     "lab/report": 1780,
-    "lab/ssh": 650,
+    "lab/ssh": 670,
     "lab/whatif": 520,
 }
 # Over common, lab and benchmarks together. The goal is 30 complex functions.
@@ -273,7 +273,7 @@ PARTS_OF_COMMON = {
 }
 MOST_PER_100_STATEMENTS = {"ternaries": 2.8, "comprehensions": 7.3}
 COMPLEX = 12
-MOST_COMPLEX_FUNCTIONS = 43
+MOST_COMPLEX_FUNCTIONS = 30
 
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 BRANCHES = (

@@ -15,6 +15,7 @@ from common.config.recipes import find_recipe, read_recipe
 from common.config.schema import (
     CLUSTER,
     DATA,
+    EITHER_OR,
     OPTIMIZER,
     RECIPE,
     RUN,
@@ -28,13 +29,8 @@ from common.errors import UserError
 from common.sync import STRATEGIES
 from common.utils.registry import choices_text, closest
 
-_IN_PLACE_OF = {
-    "batch_size": "local_batch_size",
-    "local_batch_size": "batch_size",
-    "epochs": "max_steps",
-    "warmup_steps": "warmup_epochs",
-    "warmup_epochs": "warmup_steps",
-}
+_IN_PLACE_OF = dict(EITHER_OR) | {other: name for name, other in EITHER_OR}
+_IN_PLACE_OF["epochs"] = "max_steps"
 """A flag replaces the recipe's setting of the other name."""
 
 _BASIC = (

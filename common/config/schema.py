@@ -30,6 +30,8 @@ DEFAULT_GLOBAL_BATCH_SIZE = 256
 SYNC_BATCHNORM = ("off", "on", "ours")
 SCHEDULES = ("onecycle", "constant", "cosine", "step")
 DEFAULT_LEARNING_RATE = {"sgd": 0.02, "adamw": 0.001}
+# Two names of one setting, in other units: of all ranks or of one, in steps or in epochs.
+EITHER_OR = (("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
 BY_HAND_SECONDS = 600.0  # for somebody to start the other ranks in other terminals
 
 RECIPE = "recipe"
@@ -620,19 +622,21 @@ def what_to_give(value: Any, known: Setting) -> str | None:
 
 def _check_together(config: Config) -> None:
     """Raise UserError if settings contradict each other."""
-    if config.batch_size is not None and config.local_batch_size is not None:
-        raise UserError(
-            "--batch-size (global) and --local-batch-size (per rank) are both given: give one"
-        )
+    for name, other in EITHER_OR:
+        if getattr(config, name) is not None and getattr(config, other) is not None:
+            raise UserError(f"{flag(name)} and {flag(other)} are both given: give one")
     _check_only_times(config)
-    if config.warmup_steps is not None and config.warmup_epochs is not None:
-        raise UserError("--warmup-steps and --warmup-epochs are both given: give one")
+    _check_places(config)
     stop = config.stop_after_epoch
     if config.max_steps is None and stop is not None and stop > config.epochs:
         raise UserError(
             f"--stop-after-epoch: got {stop}, but the training ends after epoch "
             f"{config.epochs}: give at most that, or more --epochs"
         )
+
+
+def _check_places(config: Config) -> None:
+    """Raise UserError if there is no such rank, or if no node has so many."""
     rank = config.rank
     world_size = config.world_size
     ranks_per_node = vars(config)["ranks_per_node"]  # an option of a strategy: no declared field

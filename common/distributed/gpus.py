@@ -129,10 +129,8 @@ def _describe_shared(shared: Mapping[str, Sequence[int]]) -> str:
     gpu, ranks = next(iter(shared.items()))
     text = f"{ranks_text(ranks)} share one GPU ({gpu})"
     more = len(shared) - 1
-    if more == 1:
-        text += "; 1 more GPU is shared"
-    elif more > 1:
-        text += f"; {more} more GPUs are shared"
+    if more:
+        text += f"; {count(more, 'more GPU')} {'is' if more == 1 else 'are'} shared"
     return text
 
 

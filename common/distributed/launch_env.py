@@ -302,13 +302,15 @@ def ranks_to_start(
             "--distributed starts all ranks on this machine, and --rank is one of them: give "
             "one of the two"
         )
-    gpus = len(gpu_ids.split(",")) if gpu_ids is not None else 0
-    asked = distributed or gpus > 1 or (gpus == 1 and dist_url)
-    if not asked or rank is not None or started_by_launcher():
+    if rank is not None or started_by_launcher():
         return []
-    size = world_size if distributed and world_size else gpus
+    size = len(gpu_ids.split(",")) if gpu_ids is not None else 0
+    if distributed:
+        size = world_size or size or _default_size()
+    elif size < (1 if dist_url else 2):
+        return []
     host, port = _master_address(master_ip, master_port, dist_url)
-    return _torchrun_variables(size or _default_size(), host, port)
+    return _torchrun_variables(size, host, port)
 
 
 def _default_size() -> int:

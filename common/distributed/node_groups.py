@@ -4,31 +4,16 @@ Both are collective: every rank calls them, in the same order.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from common.distributed.collectives import gather_objects
+from common.distributed.gpus import Peer, this_peer
 from common.distributed.launch_env import launch_from_environment
-from common.distributed.node_identity import layout_of, node_identity
+from common.distributed.node_identity import layout_of
 from common.distributed.process_group import current_world
 from common.errors import UserError
 from common.utils.grouping import grouped
-from common.utils.typed_json import Rank, Ranks, Text
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What a rank knows about its node.
-
-    identity : see node_identity.py. local_rank, local_size : from its launcher, or None.
-    by_torchrun : whether the launcher is torchrun, whose numbers nobody chose for a rehearsal.
-    """
-
-    identity: Text
-    local_rank: Rank | None
-    local_size: Ranks | None
-    by_torchrun: bool
 
 
 def ranks_by_node(ranks_per_node: int | None) -> list[list[int]]:
@@ -45,11 +30,11 @@ def ranks_by_node(ranks_per_node: int | None) -> list[list[int]]:
     if world.size == 1:
         return [[0]]
     launch = launch_from_environment(world.rank, world.size)
-    mine = _Place(node_identity(), launch.local_rank, launch.local_size, launch.agent is not None)
-    places = gather_objects(world, mine, schema=_Place)
-    launched = _as_launched(places)
+    mine = this_peer((), launch.local_rank, local_size=launch.local_size)
+    peers = gather_objects(world, mine, schema=Peer)
+    launched = _as_launched(peers)
     if ranks_per_node is None:
-        return launched or layout_of([place.identity for place in places])
+        return launched or layout_of([peer.node for peer in peers])
     if ranks_per_node > world.size:
         raise UserError(
             f"ranks per node: got {ranks_per_node}, but there are {world.size} ranks in all: give "
@@ -57,27 +42,28 @@ def ranks_by_node(ranks_per_node: int | None) -> list[list[int]]:
         )
     starts = range(0, world.size, ranks_per_node)
     asked = [list(range(first, min(first + ranks_per_node, world.size))) for first in starts]
-    if places[0].by_torchrun and launched not in (None, asked):
+    by_torchrun = launch.agent is not None  # nobody chose its numbers for a rehearsal
+    if by_torchrun and launched not in (None, asked):
         raise UserError(
             f"ranks per node: got {ranks_per_node}, but torchrun set "
-            f"LOCAL_WORLD_SIZE={places[0].local_size}: leave --ranks-per-node out under torchrun"
+            f"LOCAL_WORLD_SIZE={peers[0].local_size}: leave --ranks-per-node out under torchrun"
         )
     return asked
 
 
-def _as_launched(places: Sequence[_Place]) -> list[list[int]] | None:
+def _as_launched(peers: Sequence[Peer]) -> list[list[int]] | None:
     """Return the ranks that a launcher started on each node.
 
     None if some rank has no launcher, or if its numbers do not count through the nodes.
     """
     starts = []
-    for rank, place in enumerate(places):
-        if place.local_rank is None:
+    for rank, peer in enumerate(peers):
+        if peer.local_rank is None:
             return None
-        starts.append((rank - place.local_rank, rank))
+        starts.append((rank - peer.local_rank, rank))
     nodes = list(grouped(starts).values())
     for ranks in nodes:
-        if any(places[rank].local_size != len(ranks) for rank in ranks):
+        if any(peers[rank].local_size != len(ranks) for rank in ranks):
             return None
     return nodes
 

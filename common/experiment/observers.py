@@ -1,4 +1,4 @@
-"""What shows and records a run while it trains: the progress, the logger and the profiler."""
+"""What shows and records a run while it trains: progress, logger, dashboards and profiler."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,6 @@ from common.experiment.resume import Job
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
-from common.reporting.trackers import Trackers
 from common.run_setup import Setup
 from common.training_engine import AfterEachStep, Callback, StepRecord
 
@@ -26,36 +25,43 @@ def build_progress(setup: Setup) -> Progress:
 
 @contextmanager
 def open_logger(setup: Setup, job: Job, progress: Progress) -> Iterator[RunLogger]:
-    """Yield the callback that reports the training: progress, metrics, dashboards. Collective.
+    """Yield the callback that reports the training: progress and metrics. Collective.
 
     First remove what the folder records of steps that this run repeats.
     """
-    config = setup.config
     world = setup.world
     folder = job.folder
-    done_steps = setup.entries.get("step", 0)
-
-    def build() -> Trackers:
-        return Trackers(
-            wandb=config.log_wandb and world.is_rank0,
-            wandb_project=config.experiment,
-            tensorboard=config.log_tensorboard and world.is_rank0,
-            folder=folder.path,
-            name=f"{config.experiment_name}/{folder.path.name}",
-            settings=config.as_json(),
-            first_step=done_steps + 1,
-        )
 
     def take_over() -> list[StepRecord]:
         if job.keeps:
-            folder.cut(step=done_steps, epoch=setup.entries.get("epoch", 0))
+            folder.cut(step=setup.entries.get("step", 0), epoch=setup.entries.get("epoch", 0))
         return folder.earlier_steps() if world.is_rank0 else []
 
     history = run_on_all_ranks(world, take_over) if job.resuming else []
-    trackers = run_on_all_ranks(world, build)
     with progress.bar:
-        yield RunLogger(world, folder, progress, trackers, history)
-    trackers.close()  # not after an error: it may take minutes before the other ranks are told
+        yield RunLogger(world, folder, progress, history)
+
+
+def build_trackers(setup: Setup, folder: RunFolder) -> Callback:
+    """Return the callback that fills the dashboards, on rank 0 if there are any. Collective."""
+    config = setup.config
+
+    def build() -> Callback:
+        if not setup.world.is_rank0 or not (config.log_wandb or config.log_tensorboard):
+            return Callback()
+        from common.reporting.trackers import Trackers  # a run imports what it uses
+
+        return Trackers(
+            wandb=config.log_wandb,
+            wandb_project=config.experiment,
+            tensorboard=config.log_tensorboard,
+            folder=folder.path,
+            name=f"{config.experiment_name}/{folder.path.name}",
+            settings=config.as_json(),
+            first_step=setup.entries.get("step", 0) + 1,
+        )
+
+    return run_on_all_ranks(setup.world, build)
 
 
 @contextmanager

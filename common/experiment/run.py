@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.distributed.collectives import gather_objects
 from common.experiment.graceful_stop import interruptible, stop_on_signals
-from common.experiment.observers import build_progress, open_logger, open_profiler
+from common.experiment.observers import build_progress, build_trackers, open_logger, open_profiler
 from common.experiment.resume import find_checkpoint, open_job
 from common.experiment.setup import (
     build_checkpoint_manager,
@@ -76,7 +76,10 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
                 engine.prepare(optimizer, criterion, scheduler)
                 if checkpoint is not None:
                     engine.load_state(entries)
-                callbacks = [validator, logger, profiler, EpochLog(job.folder.log(world.rank))]
+                callbacks = [
+                    *(validator, logger, build_trackers(setup, job.folder), profiler),
+                    EpochLog(job.folder.log(world.rank)),
+                ]
                 if not config.only_times:
                     callbacks.append(checkpoints)
                 engine.fit(

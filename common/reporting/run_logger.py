@@ -1,4 +1,4 @@
-"""What a run reports while it trains: on the terminal, in its folder, and on dashboards."""
+"""What a run reports while it trains, on the terminal and in its folder."""
 
 import time
 
@@ -7,9 +7,8 @@ from common.profiling.link_counter import LinkCounter
 from common.profiling.rank_memory import rank_memory
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
-from common.reporting.trackers import Trackers
 from common.sync.memory_cost import Memory
-from common.training_engine import Callback, EpochEnd, EpochReport, StepRecord, TrainingEngine
+from common.training_engine import Callback, EpochEnd, StepRecord, TrainingEngine
 from common.utils.environment import load_per_core
 
 _STEPS_UNTIL_FINAL = 4  # DDP rebuilds its buckets, PowerSGD compresses from its third step on
@@ -30,16 +29,13 @@ class RunLogger(Callback):
         world: World,
         folder: RunFolder,
         progress: Progress,
-        trackers: Trackers,
         history: list[StepRecord],
     ) -> None:
         self._world = world
         self.folder = folder
         self._progress = progress
-        self._trackers = trackers
         self.history = history
         self.own_steps: list[StepRecord] = []
-        self.epochs: list[EpochReport] = []
         self.total_seconds = 0.0
         self.memory: Memory | None = None
         self.link = LinkCounter()
@@ -67,18 +63,6 @@ class RunLogger(Callback):
             return
         self.folder.append(records)
         self._progress.show(records)
-        for record in records:
-            self._trackers.log(
-                {
-                    "train/loss": record.loss,
-                    "train/accuracy": record.accuracy,
-                    "train/learning_rate": record.learning_rate,
-                    "train/epoch": record.epoch,
-                    "seconds/step": record.step_seconds,
-                    **{f"seconds/{name}": value for name, value in record.seconds.items()},
-                },
-                step=record.step,
-            )
 
     def on_epoch_end(self, end: EpochEnd) -> None:
         """Record the epoch, unless a request to stop ended it early."""
@@ -86,34 +70,15 @@ class RunLogger(Callback):
             return
         report = end.report
         assert report is not None  # the Validator comes first
-        self.epochs.append(report)
-        if not self._world.is_rank0:
-            return
-        self.folder.append([report])
-        line = report.line()
-        if end.is_best:
-            line += ", best so far"
-        say(line)
-        if end.stop_reason:
-            say(end.stop_reason)
-        self._trackers.log(
-            {
-                "val/loss": report.val_loss,
-                "val/accuracy": report.val_accuracy,
-                "val/ema_loss": report.ema_val_loss,
-                "val/ema_accuracy": report.ema_val_accuracy,
-                "epoch/train_loss": report.train_loss,
-                "epoch/train_accuracy": report.train_accuracy,
-                "epoch/samples_per_second": report.samples_per_second,
-            },
-            step=self._engine.step,
-        )
+        if self._world.is_rank0:
+            self.folder.append([report])
+            for line in end.lines():
+                say(line)
 
     def sync(self) -> None:
         """Put the records so far on the disk, on rank 0; called before a checkpoint is written."""
         if self._world.is_rank0:
             self.folder.sync()
-            self._trackers.sync()
 
     def on_train_end(self) -> None:
         """Stop the clock, before an evaluation loads the machine in another way."""

@@ -1,6 +1,7 @@
 """Dashboards: Weights & Biases and TensorBoard, each an optional dependency.
 
-``Trackers`` takes the numbers of every step and epoch; docs/settings.md explains each field.
+``Trackers`` is the callback that logs every step and epoch; docs/settings.md explains each field.
+Only a run that asks for a dashboard imports this module.
 """
 
 import math
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.errors import UserError
+from common.training_engine import Callback, EpochEnd, StepRecord, TrainingEngine
 from common.utils.environment import setting
 
 
-class Trackers:
-    """The dashboards that the settings ask for; without any, every method does nothing.
+class Trackers(Callback):
+    """The dashboards that the settings ask for, one or both. Only rank 0 has them.
 
     Parameters
     ----------
@@ -64,18 +66,60 @@ class Trackers:
                 str(folder / "tensorboard"), purge_step=first_step
             )
 
+    def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
+        """Keep the engine, which counts the steps."""
+        self._engine = engine
+
+    def on_steps(self, records: list[StepRecord]) -> None:
+        """Log the steps."""
+        for record in records:
+            self.log(
+                {
+                    "train/loss": record.loss,
+                    "train/accuracy": record.accuracy,
+                    "train/learning_rate": record.learning_rate,
+                    "train/epoch": record.epoch,
+                    "seconds/step": record.step_seconds,
+                    **{f"seconds/{name}": value for name, value in record.seconds.items()},
+                },
+                step=record.step,
+            )
+
+    def on_epoch_end(self, end: EpochEnd) -> None:
+        """Log the epoch, unless a request to stop ended it early."""
+        report = end.report
+        assert report is not None  # the Validator comes first
+        if end.result.complete:
+            self.log(
+                {
+                    "val/loss": report.val_loss,
+                    "val/accuracy": report.val_accuracy,
+                    "val/ema_loss": report.ema_val_loss,
+                    "val/ema_accuracy": report.ema_val_accuracy,
+                    "epoch/train_loss": report.train_loss,
+                    "epoch/train_accuracy": report.train_accuracy,
+                    "epoch/samples_per_second": report.samples_per_second,
+                },
+                step=self._engine.step,
+            )
+
+    def on_train_end(self) -> None:
+        """Close the dashboards; after a request to stop, at once, the end of the process does."""
+        if not self._engine.stopping:
+            self.close()
+
     def log(self, numbers: Mapping[str, float], *, step: int) -> None:
-        """Write the numbers of an optimiser step by name, e.g. "train/loss", but those not NaN."""
+        """Write the numbers of an optimiser step by name, e.g. "train/loss", but those not NaN.
+
+        TensorBoard's files then hold them, before a checkpoint does; Weights & Biases writes by
+        itself.
+        """
         known = {name: value for name, value in numbers.items() if not math.isnan(value)}
         if self._wandb is not None:
             self._wandb.log(known, step=step)
         if self._tensorboard is not None:
             for name, value in known.items():
                 self._tensorboard.add_scalar(name, value, step)
-
-    def sync(self) -> None:
-        """Write to the files what is still in memory; Weights & Biases writes by itself."""
-        if self._tensorboard is not None:
             self._tensorboard.flush()
 
     def close(self) -> None:

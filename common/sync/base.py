@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class GradientSync:
     """Base class of all strategies; most of them override only ``synchronize``.
 
-    After ``synchronize`` every rank's ``p.grad`` is the plain mean of the ranks' gradients. The
-    engine weights each rank's loss, so this mean is the gradient of the mean loss over the whole
-    global batch.
+    After ``synchronize`` every rank's ``p.grad`` is the plain mean of the ranks' gradients, with
+    the same bits on all ranks: add in the same order everywhere. The engine weights each rank's
+    loss, so this mean is the gradient of the mean loss over the whole global batch.
 
     Parameters
     ----------

@@ -11,8 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from common.utils.grouping import grouped
-
 # Copies for each collective: into contiguous memory, for the division, and back.
 COPIES_PER_PARAMETER = 3
 
@@ -98,10 +96,13 @@ def with_shape(size: int) -> GradientSize:
     return size if isinstance(size, GradientSize) else GradientSize((size // 4,))
 
 
-def buffers(sizes: Iterable[int]) -> list[GradientSize]:
-    """Return the flat buffers for gradients of these ``sizes``, one for each itemsize."""
-    entries = grouped((size.itemsize, size.entries) for size in map(with_shape, sizes))
-    return [GradientSize((sum(counts),), itemsize) for itemsize, counts in entries.items()]
+# What each rank passes on around a ring, in tensors of a rank, by the number of ranks.
+_AROUND_RING: dict[str, Callable[[int], Fraction]] = {
+    "all_reduce": lambda ranks: Fraction(2 * (ranks - 1), ranks),
+    "all_gather": lambda ranks: Fraction(ranks - 1),
+    "reduce_scatter": lambda ranks: Fraction(ranks - 1, ranks),
+    "reduce": lambda ranks: Fraction(ranks - 1, ranks),
+}
 
 
 class Sends(NamedTuple):
@@ -132,19 +133,13 @@ def sends_of(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) ->
     Of an exchange only its plan knows the bytes. They are fractions because the parts of a ring are
     M/N bytes.
     """
-    part = Fraction(nbytes, ranks)
-    following = [(rank + 1) % ranks]
-    if kind == "all_reduce":
-        return [Sends(following, 2 * (ranks - 1) * part)]
-    if kind == "all_gather":
-        return [Sends(following, Fraction((ranks - 1) * nbytes))]
-    if kind == "reduce_scatter":
-        return [Sends(following, (ranks - 1) * part)]
-    if kind == "reduce":
-        ring = Sends(following, (ranks - 1) * part)
-        return [ring] if rank == root else [ring, Sends([root], part)]
+    if kind in _AROUND_RING:
+        found = [Sends([(rank + 1) % ranks], nbytes * _AROUND_RING[kind](ranks))]
+        if kind == "reduce" and rank != root:
+            found.append(Sends([root], Fraction(nbytes, ranks)))
+        return found
     if kind == "all_to_all":
-        return _to_all_but(rank, ranks, part)
+        return _to_all_but(rank, ranks, Fraction(nbytes, ranks))
     if kind == "gather":
         return [] if rank == root else [Sends([root], Fraction(nbytes))]
     if kind == "scatter":

@@ -20,6 +20,11 @@ from common.errors import UserError
 MicroBatch = tuple[Tensor, Tensor]
 
 
+def count_samples(micro_batches: Iterable[MicroBatch]) -> int:
+    """Return the number of samples in all of them."""
+    return sum(len(labels) for _, labels in micro_batches)
+
+
 def check_lengths(world: World, loader: Iterable[MicroBatch], *, epochs: str) -> None:
     """Raise UserError if the ranks would train different numbers of batches or epochs. Collective.
 

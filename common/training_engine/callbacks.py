@@ -40,6 +40,12 @@ class EpochEnd:
     stop_reason: str = ""
     is_last: bool = False
 
+    def lines(self) -> list[str]:
+        """Return what a person is told of the epoch, once the Validator has seen it."""
+        assert self.report is not None
+        best = ", best so far" if self.is_best else ""
+        return [self.report.line() + best, *filter(None, [self.stop_reason])]
+
 
 class Callback:
     """Base class of defaults: override the hooks that you need.
@@ -212,12 +218,8 @@ class History(Callback):
         self._reports.append(end.report)
         self._extra["val_accuracy"] = end.report.val_accuracy
         self._printed = time.perf_counter()
-        if not self._prints:
-            return
-        best = ", best so far" if end.is_best else ""
-        print(end.report.line() + best, flush=True)
-        if end.stop_reason:
-            print(end.stop_reason, flush=True)
+        if self._prints:
+            print(*end.lines(), sep="\n", flush=True)
 
     def on_train_end(self) -> None:
         """Print time and speed of the whole training."""

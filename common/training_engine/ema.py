@@ -8,6 +8,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from common.errors import UserError
+
 
 class WeightAverage:
     """The moving average of ``model`` (never a wrapper), as a model of its own: ``module``.
@@ -18,9 +20,13 @@ class WeightAverage:
     running statistics, which must fit the averaged weights; integer buffers are copied. Unlike
     torch's AveragedModel it counts its ``updates`` on the host: that one copies the count to the
     GPU twice a step and waits for it.
+
+    Raises UserError if ``decay`` is not between 0 and 1.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
+        if not 0 < decay < 1:
+            raise UserError(f"ema_decay: got {decay}, give a number between 0 and 1")
         self.module = copy.deepcopy(model).requires_grad_(False).eval()
         self.updates = 0
         self._decay = decay

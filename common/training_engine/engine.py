@@ -46,7 +46,13 @@ from common.sync.base import GradientSync, check_strategy
 from common.sync.none import NoSync
 from common.training_engine import batchnorm
 from common.training_engine.amp import autocast, build_scaler, choose_amp
-from common.training_engine.batches import MicroBatch, check_lengths, set_epoch, skip_steps
+from common.training_engine.batches import (
+    MicroBatch,
+    check_lengths,
+    count_samples,
+    set_epoch,
+    skip_steps,
+)
 from common.training_engine.callbacks import Callback, EpochEnd, History, Validator
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.training_engine.compile import compile_for, forget_compiled
@@ -145,8 +151,6 @@ class TrainingEngine:
             self.world = world or current_world(self.device)
         _check_above_0("accumulation_steps", accumulation_steps)
         _check_above_0("clip_norm", clip_norm)
-        if use_ema and not 0 < ema_decay < 1:
-            raise UserError(f"ema_decay: got {ema_decay}, give a number between 0 and 1")
         if use_amp and amp_dtype is None:
             amp_dtype, notice = choose_amp(
                 True, None, default=True, device=self.device, exact=self.sync.exact
@@ -437,7 +441,7 @@ class TrainingEngine:
         steps_left = None if max_steps is None else max(0, max_steps - self.step)
         steps = itertools.islice(itertools.count(start_step), steps_left)
         for index, window, seeds in self._windows(loader, steps, epoch=epoch, seed=seed):
-            samples = sum(len(labels) for _, labels in window)
+            samples = count_samples(window)
             global_samples = sizes[index] if sizes is not None else self.sum_over_ranks(samples)
             rate = self.optimizer.param_groups[0]["lr"]
             numbers, times = self._recorded_step(window, global_samples, seeds)
@@ -593,8 +597,7 @@ class TrainingEngine:
             self.scaler.update()
             if self.scheduler is not None and not self._scheduler_by_epoch:
                 self.scheduler.step()
-        samples = sum(len(labels) for _, labels in micro_batches)
-        mean_loss = loss_sum / max(1, samples)
+        mean_loss = loss_sum / max(1, count_samples(micro_batches))
         return torch.stack([mean_loss, correct.double(), gradient_norm.double()])
 
     def _unscale_and_clip(self) -> Tensor:

@@ -47,7 +47,7 @@ _TORCHRUNS_OWN = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
-_GLOOS_PLACE = re.compile(r"\[enforce fail at [^\]]*\]\s*")
+_GLOOS_PLACE = re.compile(r"\[enforce fail at [^][]*\]\s*")
 # A frame of a printed traceback; that of a SyntaxError has no function.
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+).*\n(?: {4,}(\S.*))?', re.MULTILINE)
 _ERROR = re.compile(r"[Ee]rror|Exception|printed nothing")

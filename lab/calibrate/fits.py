@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from common.say import count
 from common.sync.message_cost import KINDS
+from common.utils.grouping import grouped
 from lab.calibrate.measurements import (
     GroupMeasurements,
     MessageRound,
@@ -157,9 +158,7 @@ def _fit_kind(kind: str, gamma: float, turns: Sequence[Turn[MessageRound]]) -> F
 
 def _medians(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Return the varied values in rising order, and the median measurement at each."""
-    found: dict[float, list[float]] = {}
-    for varied, measured in points:
-        found.setdefault(varied, []).append(measured)
+    found = grouped(points)
     in_order = sorted(found)
     return in_order, [statistics.median(found[varied]) for varied in in_order]
 

@@ -8,7 +8,6 @@ addition, a reshape) counts towards the second, so that the layers' times add up
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 
 import torch
@@ -21,7 +20,7 @@ from common.utils.progress import console, show_progress
 from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.fits import fit_line, others_share, quiet
 from lab.calibrate.layer_timer import Call, LayerTimer
-from lab.calibrate.measurements import CpuSeconds, Sharing, StepTimes
+from lab.calibrate.measurements import Sharing, StepTimes, UsesCpu
 from lab.calibrate.trainer import IMAGE, Trainer
 from lab.predict.calibration_file import noise_warning
 
@@ -86,18 +85,13 @@ def describe_profile(profile: Profile) -> list[str]:
     ]
 
 
-@dataclass
-class _LayerStep:
+class _LayerStep(UsesCpu):
     """One step, and the seconds of each of its layers' calls."""
 
     step: StepTimes
     calls: tuple[Call, ...]
     forward: list[float]
     backward: list[float]
-
-    @property
-    def cpu(self) -> CpuSeconds:
-        return self.step.cpu
 
 
 def _timed_steps(trainer: Trainer, timer: LayerTimer, samples: int) -> list[_LayerStep]:
@@ -107,7 +101,9 @@ def _timed_steps(trainer: Trainer, timer: LayerTimer, samples: int) -> list[_Lay
         [samples], steps=_STEPS, after_step=lambda _: taken.append(timer.take())
     )
     warm = taken[-len(steps) :]  # without the steps of the warm-up
-    return [_LayerStep(step, *layers) for step, layers in zip(steps, warm, strict=True)]
+    return [
+        _LayerStep(step, *layers, cpu=step.cpu) for step, layers in zip(steps, warm, strict=True)
+    ]
 
 
 def _fit_profile(name: str, model: str, device: str, steps: Sequence[_LayerStep]) -> Profile:

@@ -8,7 +8,7 @@ Start ``python -m lab.calibrate.link_probe --output FILE --all all_reduce ... --
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -18,6 +18,7 @@ from common.sync.node_layout import NodeLayout
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import encode
 from lab.calibrate.link_measurements import RankGroup, measure_links
+from lab.flags import add_flags
 from lab.predict.measured_links import ProbedLinks
 
 
@@ -28,14 +29,19 @@ def main() -> None:
     from common.utils.system import tune_malloc, usable_cores
 
     parser = argparse.ArgumentParser(prog="lab.calibrate.link_probe")
-    parser.add_argument("--output", type=Path, required=True)
-    for among in get_args(Among):
-        parser.add_argument(f"--{among}", nargs="*", choices=KINDS, default=[])
-    parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--shaped", action="store_true")
-    parser.add_argument("--master-ip", required=True)
-    for name in ("--master-port", "--num-nodes", "--rank"):
-        parser.add_argument(name, type=int, required=True)
+    number = {"type": int, "required": True}
+    flags: dict[str, dict[str, Any]] = {
+        "--output": {"type": Path, "required": True},
+        **{
+            f"--{among}": {"nargs": "*", "choices": KINDS, "default": []}
+            for among in get_args(Among)
+        },
+        "--ranks-per-node": {"type": int, "default": 1},
+        "--shaped": {"action": "store_true"},
+        "--master-ip": {"required": True},
+        **dict.fromkeys(("--master-port", "--num-nodes", "--rank"), number),
+    }
+    add_flags(parser, flags)
     args = parser.parse_args()
     tune_malloc()
     with process_group(

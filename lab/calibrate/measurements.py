@@ -5,7 +5,7 @@ seconds. Imports no torch.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -19,6 +19,12 @@ class CpuSeconds(Struct):
     clock: float
     own: float
     all: float
+
+
+class UsesCpu(Struct, kw_only=True):
+    """A measurement, with what the CPU did meanwhile."""
+
+    cpu: CpuSeconds
 
 
 class MessageRow(Struct, array_like=True):
@@ -36,31 +42,28 @@ class MemoryRow(Struct, array_like=True):
     seconds: float
 
 
-class MessageRound(Struct):
+class MessageRound(UsesCpu):
     """A round of messages; ``memory`` has rows of "sum" and "copy"."""
 
     messages: dict[str, list[MessageRow]]
     memory: dict[str, list[MemoryRow]]
-    cpu: CpuSeconds
 
 
-class StepTimes(Struct):
+class StepTimes(UsesCpu):
     """A training step. ``before`` is data and forward."""
 
     samples: int
     before: float
     backward: float
     update: float
-    cpu: CpuSeconds
 
 
-class OverlapTimes(Struct):
+class OverlapTimes(UsesCpu):
     """Backward alone, messages alone, and backward during messages."""
 
     backward: float
     messages: float
     both: float
-    cpu: CpuSeconds
 
 
 class RankMeasurements(Struct):
@@ -93,10 +96,3 @@ class GroupMeasurements(Struct):
     gradients: Sequence[GradientSize]
     sharing: Sharing
     batchnorm: Sequence[BatchNormLayer]
-
-
-class UsesCpu(Protocol):
-    """A measurement that tells what the CPU did meanwhile."""
-
-    @property
-    def cpu(self) -> CpuSeconds: ...

@@ -1,7 +1,7 @@
 """Emulate a cluster on one machine: ``Cluster`` (cluster.py) is all that other packages need."""
 
-from lab.cluster.cluster import Cluster, End
+from lab.cluster.cluster import Cluster
 from lab.cluster.network import Traffic
 from lab.cluster.nodes import FAULTS
 
-__all__ = ["FAULTS", "Cluster", "End", "Traffic"]
+__all__ = ["FAULTS", "Cluster", "Traffic"]

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from common.say import count
@@ -16,7 +17,7 @@ from common.utils.processes import GRACE_SECONDS, on_signals, shell_status
 from lab.cluster.cluster import Cluster
 from lab.cluster.nodes import FAULTS, Nodes, find_nodes
 from lab.cluster.program import NOT_FOUND, check_placeholders, node_environment, parse_python
-from lab.flags import add_command
+from lab.flags import add_command, add_flags
 from lab.fleet.conclusion import STOPS, conclude
 from lab.fleet.first_failure import find_root_failure
 from lab.fleet.prefixed_output import PrefixedOutput, log_name, write_log
@@ -32,94 +33,84 @@ _DONE = {
 }
 
 
-def add_flags(commands: argparse._SubParsersAction) -> None:
+_NODE_FLAGS: dict[str, dict[str, Any]] = {
+    "--node": {"type": int, "required": True, "help": "number of the node, from 0"},
+    "--cluster": {
+        "type": int,
+        "metavar": "PID",
+        "help": "process id of lab cluster run, if several are running",
+    },
+}
+_RUN_FLAGS: dict[str, dict[str, Any]] = {
+    "--nodes": {"type": int, "default": 4, "help": "number of nodes"},
+    "--ranks-per-node": {
+        "type": int,
+        "default": 1,
+        "metavar": "K",
+        "help": "start the command K times on each node, as ranks that share its address and link",
+    },
+    "--rate": {
+        "help": "rate of each link in both directions, e.g. 1gbit or 200mbit (default: as fast as "
+        "this machine)",
+    },
+    "--latency": {"help": "delay from node to node, e.g. 0.5ms (the kernel must have netem)"},
+    "--loopback": {
+        "action": "store_true",
+        "help": "nodes are plain processes on 127.0.0.1, without namespaces and links",
+    },
+    "--fresh": {
+        "action": "store_true",
+        "help": "start a new Python on each node, not a fork of one that has imported torch "
+        "(slower)",
+    },
+    "--logs": {
+        "type": Path,
+        "help": "folder for node<r>.log, with several ranks on a node node<n>-rank<r>.log "
+        "(default: reports/cluster-<time>)",
+    },
+    "--output-dir": {"type": Path, "default": REPORTS, "help": "folder for cluster-<time>/"},
+}
+_FAULT_FLAGS: dict[str, dict[str, Any]] = {
+    "--cut": {"action": "store_true", "help": "disconnect its link"},
+    "--slow": {"metavar": "RATE", "help": "change the rate of its link, e.g. 10mbit"},
+    "--pause": {"action": "store_true", "help": "stop all its processes (SIGSTOP)"},
+    "--kill": {"action": "store_true", "help": "kill all its processes (SIGKILL)"},
+    "--restore": {"action": "store_true", "help": "undo --cut, --slow and --pause"},
+}
+
+
+def add_cluster(commands: argparse._SubParsersAction) -> None:
     """Add ``cluster run``, ``cluster shell`` and ``cluster fault`` to the commands of ``lab``."""
     about = "emulate a cluster here: nodes with their own addresses and links of a chosen speed"
     cluster = commands.add_parser("cluster", help=about, description=about, allow_abbrev=False)
     actions = cluster.add_subparsers(required=True, metavar="ACTION", parser_class=type(cluster))
-    _add_run(actions)
-    _add_shell(actions)
-    _add_fault(actions)
-
-
-def _add_run(actions: argparse._SubParsersAction) -> None:
-    parser = add_command(
+    add_command(
         actions,
         "run",
         run=run,
         passes_flags=True,
+        flags=_RUN_FLAGS,
         help="run the command after -- on every node of a new cluster; in the command, {master} "
         "is replaced by the first node's address, {nodes} by the number of ranks, {rank} by the "
         "rank, {node} by the number of its node, {local_rank} by its number there, and {port} by "
         "a free port",
     )
-    parser.add_argument("--nodes", type=int, default=4, help="number of nodes")
-    parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        default=1,
-        metavar="K",
-        help="start the command K times on each node, as ranks that share its address and link",
-    )
-    parser.add_argument(
-        "--rate",
-        help="rate of each link in both directions, e.g. 1gbit or 200mbit (default: as fast as "
-        "this machine)",
-    )
-    parser.add_argument(
-        "--latency", help="delay from node to node, e.g. 0.5ms (the kernel must have netem)"
-    )
-    parser.add_argument(
-        "--loopback",
-        action="store_true",
-        help="nodes are plain processes on 127.0.0.1, without namespaces and links",
-    )
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="start a new Python on each node, not a fork of one that has imported torch (slower)",
-    )
-    parser.add_argument(
-        "--logs",
-        type=Path,
-        help="folder for node<r>.log, with several ranks on a node node<n>-rank<r>.log (default: "
-        "reports/cluster-<time>)",
-    )
-    parser.add_argument(
-        "--output-dir", type=Path, default=REPORTS, help="folder for cluster-<time>/"
-    )
-
-
-def _add_shell(actions: argparse._SubParsersAction) -> None:
-    parser = add_command(
+    add_command(
         actions,
         "shell",
         run=shell,
         passes_flags=True,
+        flags=_NODE_FLAGS,
         help="open a shell on a node of a running cluster, or run the command after -- there",
     )
-    _add_node(parser)
-
-
-def _add_fault(actions: argparse._SubParsersAction) -> None:
-    parser = add_command(actions, "fault", run=fault, help="disturb a node of a running cluster")
-    _add_node(parser)
-    one = parser.add_mutually_exclusive_group(required=True)
-    one.add_argument("--cut", action="store_true", help="disconnect its link")
-    one.add_argument("--slow", metavar="RATE", help="change the rate of its link, e.g. 10mbit")
-    one.add_argument("--pause", action="store_true", help="stop all its processes (SIGSTOP)")
-    one.add_argument("--kill", action="store_true", help="kill all its processes (SIGKILL)")
-    one.add_argument("--restore", action="store_true", help="undo --cut, --slow and --pause")
-
-
-def _add_node(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--node", type=int, required=True, help="number of the node, from 0")
-    parser.add_argument(
-        "--cluster",
-        type=int,
-        metavar="PID",
-        help="process id of lab cluster run, if several are running",
+    disturb = add_command(
+        actions,
+        "fault",
+        run=fault,
+        flags=_NODE_FLAGS,
+        help="disturb a node of a running cluster",
     )
+    add_flags(disturb.add_mutually_exclusive_group(required=True), _FAULT_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:

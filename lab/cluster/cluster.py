@@ -49,24 +49,15 @@ _CLOSE_SECONDS = 10.0
 _PORT = 29500
 
 
-@dataclass(frozen=True)
-class End:
-    """How a rank's program ended: its status, or minus a signal's number, and after how long."""
-
-    rank: int
-    node: int
-    status: int
-    seconds: float
-
-
 @dataclass
-class _Program:
+class RankProgram:
     """A rank's program, as it is followed from here.
 
     name : "node 2", or "node 2, rank 2," if it knows its rank.
     control : takes signals for it, and gives its exit status.
     stopped : why ``wait`` has stopped it; "" if it has not.
-    ended : when, by time.monotonic().
+    began, ended : when, by time.monotonic().
+    status : its exit status, or minus a signal's number; None while it runs.
     """
 
     rank: int
@@ -74,13 +65,15 @@ class _Program:
     name: str
     log: Path
     control: socket.socket
+    began: float
     stopped: str = ""
     ended: float = math.inf
-    end: End | None = None
+    status: int | None = None
 
-    def poll(self) -> int | None:
-        """Return its exit status; None while it runs."""
-        return None if self.end is None else self.end.status
+    @property
+    def seconds(self) -> float:
+        """How long it has run; infinite while it runs."""
+        return self.ended - self.began
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(OSError):  # it has just ended
@@ -140,7 +133,7 @@ class Cluster:
         self._preload = not fresh and sys.platform == "linux"  # elsewhere forks of torch may hang
         self._check(rate, latency)
         self._threads: list[threading.Thread] = []
-        self._programs: list[_Program] = []  # since the last ``wait``
+        self._programs: list[RankProgram] = []  # since the last ``wait``
         # By rank; a node with one rank has its number.
         self._output: dict[int, list[str]] = {rank: [] for rank in range(self.ranks)}  # lines
         self._port = _PORT  # of the ranks' store on node 0
@@ -254,28 +247,21 @@ class Cluster:
         self,
         command: Sequence[str],
         *,
-        nodes: Sequence[int] | None = None,
         ranks: Sequence[int] | None = None,
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         logs: Path | None = None,
     ) -> None:
-        """Start a command for each rank of ``nodes`` (default: all), and return at once.
+        """Start a command for each of ``ranks`` (default: all), and return at once.
 
-        ranks : start it for these only. environment : added to this process's own. logs : another
-        folder for the output. The command's placeholders are filled in.
+        environment : added to this process's own. logs : another folder for the output. The
+        command's placeholders are filled in.
 
         Raises UserError for an unknown placeholder, and for a rank whose program still runs.
         """
-        chosen = ranks
-        if chosen is None:
-            chosen = self._ranks_of(range(self.nodes) if nodes is None else nodes)
+        chosen = range(self.ranks) if ranks is None else ranks
         for rank in chosen:
-            self._check_node(rank // self.ranks_per_node)
-            if any(program.rank == rank for program in self._running()):
-                raise UserError(
-                    f"{self._name(rank)} still runs the previous command: wait for it, or kill it"
-                )
+            self._check_idle(rank)
         if self.loopback and not self._running():  # nodes that join later use the same port
             self._port = free_port(address="127.0.0.1")
         variables = node_environment(
@@ -293,17 +279,24 @@ class Cluster:
                 port=self._port,
                 ranks_per_node=self.ranks_per_node,
             )
-            name = self._name(rank)
-            if self.ranks_per_node > 1:
-                name += ","
-            elif any("{rank}" in word for word in command):
-                name += f", rank {rank},"
             node = rank // self.ranks_per_node
             program = NodeProgram(rank, self.ranks, node, self.loopback, filled, variables, folder)
-            self._start(program, name, self.log(rank, logs))
+            self._start(program, self._name_in(command, rank), self.log(rank, logs))
 
-    def _ranks_of(self, nodes: Sequence[int]) -> list[int]:
-        return [rank for node in nodes for rank in self._nodes.ranks_of(node)]
+    def _check_idle(self, rank: int) -> None:
+        """Raise UserError unless there is such a rank, and nothing of it runs."""
+        self._check_node(rank // self.ranks_per_node)
+        if any(program.rank == rank for program in self._running()):
+            raise UserError(
+                f"{self._name(rank)} still runs the previous command: wait for it, or kill it"
+            )
+
+    def _name_in(self, command: Sequence[str], rank: int) -> str:
+        """Return what a message calls a rank's program: with its rank, if it knows its rank."""
+        name = self._name(rank)
+        if self.ranks_per_node > 1:
+            return f"{name},"
+        return f"{name}, rank {rank}," if any("{rank}" in word for word in command) else name
 
     def _name(self, rank: int) -> str:
         """Return a rank's name for a person: "node 2", or "node 1, rank 2"."""
@@ -311,8 +304,8 @@ class Cluster:
             return f"node {rank}"
         return f"node {rank // self.ranks_per_node}, rank {rank}"
 
-    def _running(self) -> list["_Program"]:
-        return [program for program in self._programs if program.end is None]
+    def _running(self) -> list[RankProgram]:
+        return [program for program in self._programs if program.status is None]
 
     def _start(self, request: NodeProgram, name: str, log: Path) -> None:
         """Send a program to the supervisor, and follow it in a thread.
@@ -332,15 +325,16 @@ class Cluster:
         finally:
             far.close()
             os.close(writer)
-        program = _Program(request.rank, request.node, name, log, control)
+        program = RankProgram(
+            request.rank, request.node, name, log, control, began=time.monotonic()
+        )
         self._programs.append(program)
         follow = partial(self._follow, program, reader)
         self._threads.append(threading.Thread(target=follow, daemon=True))
         self._threads[-1].start()
 
-    def _follow(self, program: "_Program", output: int) -> None:
+    def _follow(self, program: RankProgram, output: int) -> None:
         """Record what a rank writes and how its program ends; in a thread."""
-        began = time.monotonic()
         with (
             program.control,
             open(output, encoding="utf-8", errors="replace", newline="\n") as lines,
@@ -360,7 +354,7 @@ class Cluster:
             reason = program.stopped or how_ended(status)
             write_log(program.log, f"lab cluster: {program.name} {reason}")
         program.ended = time.monotonic()
-        program.end = End(program.rank, program.node, status, program.ended - began)
+        program.status = status
 
     def log(self, rank: int, folder: Path | None = None) -> Path:
         """Return the file for a rank's output; it ends with the reason if a signal killed it."""
@@ -410,8 +404,8 @@ class Cluster:
         limit_seconds: float = math.inf,
         grace_seconds: float = math.inf,
         received: Callable[[], Sequence[int]] = lambda: (),
-    ) -> list[End]:
-        """Wait until nothing runs; return the ends since the last ``wait``, the earliest first.
+    ) -> list[RankProgram]:
+        """Wait until nothing runs; return what has ended since the last ``wait``, in that order.
 
         grace_seconds : after the first failure, give the other ranks so long to report why they
             end, too; then kill them.
@@ -439,7 +433,7 @@ class Cluster:
             )
         in_order = sorted(self._programs, key=lambda program: program.ended)
         self._programs = []
-        return [program.end for program in in_order if program.end is not None]
+        return in_order
 
     def _stop_running(self, reason: str) -> None:
         """Kill what still runs; its log gets the reason."""
@@ -452,7 +446,7 @@ class Cluster:
         """Return how the programs have ended; GroupError if the cluster has."""
         if self._process.poll() is not None:
             raise GroupError(f"the cluster has ended: {self._why_ended()}")
-        return [program.poll() for program in self._programs]
+        return [program.status for program in self._programs]
 
     def _check_node(self, node: int) -> None:
         if not 0 <= node < self.nodes:

@@ -82,7 +82,7 @@ class Executors(contextlib.ExitStack):
         except GroupError as error:
             self._end_clusters()
             return str(error)
-        failed = {end.rank: end.status for end in ends if end.status != 0}
+        failed = {end.rank: end.status for end in ends if end.status}
         return describe_failure(failed, {rank: cluster.log(rank, logs) for rank in failed})
 
     def _end_clusters(self) -> None:

@@ -72,18 +72,7 @@ def collect(folders: Sequence[Path], *, scaling: str) -> Comparison:
 
     UserError if a folder is given twice, or none of them has a finished run.
     """
-    folders = [folder.resolve() for folder in folders]
-    if len(set(folders)) < len(folders):
-        raise UserError("the same run was given twice: give each folder once")
-    runs = []
-    skipped = []
-    for folder in folders:
-        try:
-            runs.append(_read(folder, scaling))
-        except UserError as error:
-            skipped.append(str(error))
-    if not runs:
-        raise UserError(_no_run(skipped))
+    runs, skipped = _read_all([folder.resolve() for folder in folders], scaling)
     comparison = Comparison(
         kind="report",
         created=datetime.now().isoformat(timespec="seconds"),
@@ -107,6 +96,22 @@ def collect(folders: Sequence[Path], *, scaling: str) -> Comparison:
             repeat.repeat = number
     comparison.settings = _settings(runs, comparison.cells, scaling)
     return comparison
+
+
+def _read_all(folders: Sequence[Path], scaling: str) -> tuple[list[_ImportedRun], list[str]]:
+    """Return the finished runs of different folders, and why the others are left out."""
+    if len(set(folders)) < len(folders):
+        raise UserError("the same run was given twice: give each folder once")
+    runs = []
+    skipped = []
+    for folder in folders:
+        try:
+            runs.append(_read(folder, scaling))
+        except UserError as error:
+            skipped.append(str(error))
+    if not runs:
+        raise UserError(_no_run(skipped))
+    return runs, skipped
 
 
 def _settings(runs: Sequence[_ImportedRun], cells: Sequence[Cell], scaling: str) -> Facts:

@@ -46,20 +46,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._check_counts()
-        if self.ranks_per_node > 1 and None in self.rates:
-            raise UserError(
-                f"--ranks-per-node {self.ranks_per_node}: over loopback no node has a link that "
-                "its ranks could share: add --rate, for example --rate 1gbit"
-            )
-        most_ranks = max(map(self.ranks_on, self.nodes))
-        if self.scaling != "weak" and most_ranks > self.batch_size:
-            got = str(max(self.nodes))
-            if self.ranks_per_node > 1:
-                got += f" with {self.ranks_per_node} ranks each"
-            raise UserError(
-                f"--nodes: got {got}, more than the {self.batch_size} samples of a "
-                "global batch: give fewer ranks or a larger --batch-size"
-            )
+        self._check_ranks()
         if not self.seeds or min(self.seeds) < 0:
             found = " ".join(map(str, self.seeds)) or "nothing"
             raise UserError(f"--seed: got {found}, give whole numbers of at least 0")
@@ -78,6 +65,23 @@ class Settings:
                 "accuracy. Leave out --until-accuracy, or --compute"
             )
         self._check_strategies()
+
+    def _check_ranks(self) -> None:
+        """Raise UserError if ranks share a node without a link, or outnumber the samples."""
+        if self.ranks_per_node > 1 and None in self.rates:
+            raise UserError(
+                f"--ranks-per-node {self.ranks_per_node}: over loopback no node has a link that "
+                "its ranks could share: add --rate, for example --rate 1gbit"
+            )
+        most_ranks = max(map(self.ranks_on, self.nodes))
+        if self.scaling != "weak" and most_ranks > self.batch_size:
+            got = str(max(self.nodes))
+            if self.ranks_per_node > 1:
+                got += f" with {self.ranks_per_node} ranks each"
+            raise UserError(
+                f"--nodes: got {got}, more than the {self.batch_size} samples of a "
+                "global batch: give fewer ranks or a larger --batch-size"
+            )
 
     def _check_counts(self) -> None:
         """Raise UserError unless all counts are from 1 to ``_MOST``."""

@@ -291,11 +291,16 @@ def _check_repeat(repeat: Repeat, cell: Cell, kind: str, name: str) -> None:
             f"{name}: a repeat of cell {cell.id} has {len(repeat.ranks)} ranks, expected "
             f"{cell.ranks}"
         )
-    if repeat.claim is not None and repeat.claim.weights is not None:
-        rows = repeat.claim.weights
-        sizes = {len(row) for row in rows if row is not None}
-        if len(rows) != cell.ranks or not sizes <= {cell.ranks} or repeat.claim.residue is None:
-            raise UserError(
-                f"{name}: a repeat of cell {cell.id} has a claim that is not a weight of each "
-                f"rank's gradient in what each of {cell.ranks} ranks got, with their residue"
-            )
+    if repeat.claim is not None and not _is_of_ranks(repeat.claim, cell.ranks):
+        raise UserError(
+            f"{name}: a repeat of cell {cell.id} has a claim that is not a weight of each "
+            f"rank's gradient in what each of {cell.ranks} ranks got, with their residue"
+        )
+
+
+def _is_of_ranks(claim: GradientClaim, ranks: int) -> bool:
+    """Return whether a claim has no weights, or those of so many ranks and their residue."""
+    if claim.weights is None:
+        return True
+    sizes = {len(row) for row in claim.weights if row is not None}
+    return len(claim.weights) == ranks and sizes <= {ranks} and claim.residue is not None

@@ -2,6 +2,12 @@
 
 Each rule names a pattern, gives the audit's name for the mistake, and says it in a sentence; the
 cures stand by name.
+
+A new rule is a row in ``RULES``, before the wider ones that fit its matrices, and a matrix in
+tests/lab/evidence/test_evidence.py. Lessons, ``lab report`` and the drivers of ``lab grade`` say
+its sentence, the first two its own cure as well. ``lab audit`` takes the name alone: it lists what
+each rank gets, with the cure of ``CURES``. A new name takes an entry there and in
+lab/audit/findings/catalogue.toml.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
-from common.errors import file_errors
+from common.errors import UserError, file_errors
 from common.utils.typed_json import without_colours
 
 # In printed order: what began a failure, what followed, what other ranks print about it, and
@@ -20,7 +20,8 @@ from common.utils.typed_json import without_colours
 KINDS = ("cause", "symptom", "echo", "note")
 OWN = "own_exception"
 _TABLE = Path(__file__).with_name("known_errors.toml")
-_LONGEST_LINE = 4000
+LONGEST_LINE = 4000
+_MOST_BYTES = 2**28
 _NEAR = 40  # lines, of a traceback
 SHOWN = 160  # characters of a line
 _PREFIX = (
@@ -188,7 +189,7 @@ def lines_of(text: str, *, file: str = "") -> list[LogLine]:
     """Return the lines of a text with their numbers, without colours and blank ones."""
     lines = []
     for number, line in enumerate(text.splitlines(), start=1):
-        plain = without_colours(line[:_LONGEST_LINE])
+        plain = without_colours(line[:LONGEST_LINE])
         if plain.strip():
             lines.append(LogLine(file, number, plain))
     return lines
@@ -197,7 +198,7 @@ def lines_of(text: str, *, file: str = "") -> list[LogLine]:
 def read_lines(source: str) -> list[LogLine]:
     """Return the lines of a file, or of standard input for "-"; see ``lines_of``.
 
-    Raises UserError if the file cannot be read.
+    Raises UserError if the file cannot be read, or has more than ``_MOST_BYTES``.
     """
     is_input = source == "-"
     opened = 0 if is_input else source
@@ -207,6 +208,12 @@ def read_lines(source: str) -> list[LogLine]:
             f"lab explain: {source} cannot be read",
             ": give the file that holds the output of a rank, or - for standard input",
         ),
-        open(opened, encoding="utf-8", errors="replace", closefd=not is_input) as file,
+        open(opened, "rb", closefd=not is_input) as file,
     ):
-        return lines_of(file.read(), file=name)
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise UserError(
+            f"lab explain: {source} has more than {_MOST_BYTES:,} bytes: give the part with the "
+            "first error, such as the first or the last 100 MB (head -c 100M, tail -c 100M)"
+        )
+    return lines_of(content.decode(errors="replace"), file=name)

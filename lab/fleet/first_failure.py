@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from common.utils.processes import how_ended
 
-_CONSEQUENCE = re.compile(r"another rank has ended|rank \d+ .*ended or was killed at")
+_CONSEQUENCE = re.compile("another rank has ended|ended or was killed at")
 
 
 def find_root_failure(

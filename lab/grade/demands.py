@@ -7,6 +7,7 @@ also takes a URL is met in two steps.
 """
 
 import ast
+import contextlib
 import os
 import re
 import shlex
@@ -52,8 +53,9 @@ _REQUIRED = {
 }
 _OF_TORCHRUN = re.compile(r"""["'](?:RANK|WORLD_SIZE|LOCAL_RANK)["']""")
 _INTERFACE = re.compile(r"""["']((?:eth|en|eno|ens|enp|ib|wlan|bond|br)\d[\w.-]{0,12})["']""")
-_ARGUMENT = re.compile(r"(\[)?(?:(--?[\w-]+)(?:[ =](\{[^}]*\}|[A-Z][\w-]*))?|(\{[^}]*\}|\w[\w-]*))")
-_USAGE = re.compile(r"^usage: \S+ ?(.*?)^\S[^\n]*: error: ", re.DOTALL | re.MULTILINE)
+_ARGUMENT = re.compile(
+    r"(\[)?(?:(--?[\w-]+)(?:[ =](\{[^{}]*\}|[A-Z][\w-]*))?|(\{[^{}]*\}|\w[\w-]*))"
+)
 
 
 class Refusal(msgspec.Struct):
@@ -208,7 +210,7 @@ def _own_module(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
 
 def _missing_path(refusal: Refusal) -> str | None:
     """Return the path that an error says is missing, or may not be written; None without one."""
-    match = re.search(r"\[Errno (?:2|13|30)\] [^:\n]*: '([^'\n]+)'", refusal.text)
+    match = re.search(r"\[Errno (?:2|13|30)\] [^:\n[]*: '([^'\n]+)'", refusal.text)
     return match[1] if match else None
 
 
@@ -235,10 +237,10 @@ class ScriptArgument(msgspec.Struct):
 
 def _other_flags(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     """Give it the flags that argparse's usage names."""
-    usage = _USAGE.search(refusal.printed)
+    usage = _usage(refusal.printed)
     if usage is None:
         return None
-    options = list(_options(" ".join(usage[1].split())))
+    options = list(_options(usage))
     place = _script_place(task)
     given = {_plain(option): values for option, *values in _pairs(task.words[place + 1 :])}
     arguments: list[str] = []
@@ -256,6 +258,19 @@ def _other_flags(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     if words == task.words or ("{rank}" in arguments and _has_torchrun(task)):
         return None
     return msgspec.structs.replace(task, words=words), ""
+
+
+def _usage(printed: str) -> str | None:
+    """Return the arguments in the usage that argparse printed with an error; None without one."""
+    words: list[str] | None = None
+    for line in printed.splitlines():
+        if line.startswith("usage: "):
+            words = line.split()[2:]
+        elif words is not None and ": error: " in line and not line[0].isspace():
+            return " ".join(words)
+        elif words is not None:
+            words += line.split()
+    return None
 
 
 def _options(usage: str) -> Iterator[ScriptArgument]:
@@ -320,16 +335,14 @@ def _positionals(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
 
 def _argv_names(script: str) -> dict[int, str]:
     """Return what a script calls each of its arguments, by the argument's number."""
-    try:
-        tree = ast.parse(script)
-    except (SyntaxError, ValueError, RecursionError):
-        return {}
     names: dict[int, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg:
-            names |= _named(node.value, node.arg)
-        elif isinstance(node, ast.Assign):
-            names |= _assigned(node.targets[0], node.value)
+    # Not Python, or nested too deeply for the parser or for what walks its tree
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in ast.walk(ast.parse(script)):
+            if isinstance(node, ast.keyword) and node.arg:
+                names |= _named(node.value, node.arg)
+            elif isinstance(node, ast.Assign):
+                names |= _assigned(node.targets[0], node.value)
     return names
 
 
@@ -432,7 +445,7 @@ def _variables(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
         name = _plain(re.sub("SLURM_|OMPI_COMM_|PMI_", "", missing[1]))
         if value := _wanted([name], task, required=False):
             variables = {missing[1]: value}
-    elif _has_torchrun(task) and _USAGE.search(refusal.printed):
+    elif _has_torchrun(task) and _usage(refusal.printed) is not None:
         # It also wants flags that differ from rank to rank, which torchrun cannot give.
         variables = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "{nodes}"}
     already = [word.partition("=")[0] for word in task.words]

@@ -227,7 +227,7 @@ def _likenesses(name: str, part: Part) -> Iterator[re.Pattern[str]]:
 
     part2a is also Part_2-A, task2a or a bare 2a, and one that uses gather may be main_gather.py.
     """
-    number = re.search(r"(\d+)([a-z]?)$", name.lower())
+    number = re.search(r"(?<!\d)(\d+)([a-z]?)$", name.lower())
     if number is None:
         spelled = [r"[\W_]*".join(re.findall("[a-z0-9]+", name.lower()))]
     else:
@@ -259,7 +259,7 @@ def _one_of(folder: Path, found: Sequence[Path]) -> Path | Look:
 
 def _imports(text: str, module: str) -> bool:
     """Return whether a script imports a module."""
-    pattern = rf"^\s*(?:from|import)\s+(?:\w+\.)*\.?{re.escape(module)}\b"
+    pattern = rf"^[ \t]*(?:from|import)[ \t]+(?:\w+\.)*\.?{re.escape(module)}\b"
     return re.search(pattern, text, re.MULTILINE) is not None
 
 

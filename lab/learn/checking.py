@@ -17,7 +17,7 @@ from common.errors import INTERRUPTED
 from common.utils.processes import adopt_orphans
 from lab.fleet.supervision import kill_descendants
 from lab.learn.course import LESSONS, Lesson
-from lab.learn.progress import keep_done, progress_of
+from lab.learn.progress import keep, progress_of
 from lab.learn.student_file import Mistake, StudentFile
 from lab.terminal import say
 
@@ -79,7 +79,9 @@ def _check_here(lesson: Lesson) -> None:
 def check(lesson: Lesson, student: StudentFile) -> int:
     """Say what is right and what is not, keep whether all is, and return the exit status."""
     try:
-        if _lacks_earlier(lesson):
+        first = comes_first(lesson)
+        if first is not None:
+            say(f"not yet: {first}")
             return NOT_YET
         first_step = student.blanks(outside=lesson.later)
         if first_step:
@@ -99,7 +101,7 @@ def check(lesson: Lesson, student: StudentFile) -> int:
         if status == RIGHT:
             status = NOT_YET
     say(lesson.question.compare(progress_of(lesson).prediction, measured))
-    keep_done(lesson, status == RIGHT)
+    keep(lesson, done=status == RIGHT)
     return status
 
 
@@ -107,40 +109,38 @@ def _say_blanks(student: StudentFile, lines: Sequence[int]) -> None:
     say(f"not yet: replace each ... of {student.path}, in lines {', '.join(map(str, lines))}")
 
 
-def _lacks_earlier(lesson: Lesson) -> bool:
+def comes_first(lesson: Lesson) -> str | None:
     """Say which lesson comes first, if this one loads its file and that is not written."""
-    for earlier in LESSONS:
-        if earlier.number != lesson.uses:
-            continue
-        state = "is missing"
-        if earlier.file.exists():
+    if lesson.uses is None:
+        return None
+    earlier = LESSONS[lesson.uses - 1]
+    state = "is missing"
+    if earlier.file.exists():
+        try:
             blanks = StudentFile(earlier.file).blanks()
+        except Mistake as wrong:
+            state = f"cannot be loaded ({wrong})"
+        else:
             if not blanks:
-                return False
+                return None
             state = f"has blanks in lines {', '.join(map(str, blanks))}"
-        say(
-            f"not yet: do lesson {earlier.number} first. This lesson loads {earlier.file}, which "
-            f"{state}: lab learn {earlier.number}"
-        )
-        return True
-    return False
+    return (
+        f"do lesson {earlier.number} first. This lesson loads {earlier.file}, which {state}: "
+        f"lab learn {earlier.number}"
+    )
 
 
 def _check_answers(lesson: Lesson, answers: Mapping[str, Any]) -> int:
     """Say which exercises are right, and return the status of the worst."""
-    statuses: set[int] = set()
+    status = RIGHT
     for name, exercise in lesson.exercises.items():
         given = answers.get(name, ...)
         if given is ...:
             say(f"not yet: exercise {name}")
-            statuses.add(NOT_YET)
+            status = status or NOT_YET
         elif exercise.accepts(given):
             say(f"right: exercise {name}: {exercise.why}")
         else:
             say(f"wrong: exercise {name}, {given}: {exercise.hint}")
-            statuses.add(WRONG)
-    if WRONG in statuses:
-        return WRONG
-    if NOT_YET in statuses:
-        return NOT_YET
-    return RIGHT
+            status = WRONG
+    return status

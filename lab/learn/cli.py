@@ -8,9 +8,9 @@ import shutil
 
 from common.errors import UserError
 from lab.flags import add_command
-from lab.learn.checking import check_apart, watch
-from lab.learn.course import FOLDER, LESSONS, Lesson, missing_lesson, page_path
-from lab.learn.progress import keep_hints, keep_prediction, progress_of
+from lab.learn.checking import check_apart, comes_first, watch
+from lab.learn.course import FOLDER, LESSONS, Lesson, page_path
+from lab.learn.progress import keep, progress_of
 from lab.learn.solutions import beside
 from lab.terminal import say
 
@@ -67,7 +67,7 @@ def main_learn(args: argparse.Namespace) -> int:
     if args.check or args.watch:
         return _check(lesson, again=args.watch)
     if args.predict is not None:
-        keep_prediction(lesson, lesson.question.parse(args.predict))
+        keep(lesson, prediction=lesson.question.parse(args.predict))
         say(f"Kept: {args.predict}. A check compares it with formula and measurement.")
         return 0
     if args.hint is not None:
@@ -92,7 +92,7 @@ def _hint(lesson: Lesson, number: int) -> int:
     if not 0 <= number <= len(hints):
         raise UserError(f"--hint: got {number}, lesson {lesson.number} has hints 1 to {len(hints)}")
     number = number or min(progress_of(lesson).hints + 1, len(hints))
-    keep_hints(lesson, number)
+    keep(lesson, hints=number)
     say(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
     if number == len(hints):
         say(f"That was the last one. The solution: lab learn {lesson.number} --give-up")
@@ -156,7 +156,7 @@ def _begin(lesson: Lesson) -> int:
         f"lab learn {lesson.number} --hint             shows a hint, each time one more of "
         f"{len(lesson.hints())}"
     )
-    earlier = missing_lesson(lesson)
-    if earlier is not None:
-        say(f"\nIt uses {earlier.file}: do lesson {earlier.number} first.")
+    first = comes_first(lesson)
+    if first is not None:
+        say(f"\n{first}")
     return 0

@@ -469,11 +469,3 @@ LESSONS: Sequence[Lesson] = (
         faults=("collectives-differ",),
     ),
 )
-
-
-def missing_lesson(lesson: Lesson) -> Lesson | None:
-    """Return the earlier lesson whose file this one loads, if it is not there."""
-    for earlier in LESSONS:
-        if earlier.number == lesson.uses and not earlier.file.exists():
-            return earlier
-    return None

@@ -9,7 +9,12 @@ _FILE = FOLDER / "progress.json"
 
 
 class LessonProgress(msgspec.Struct, omit_defaults=True):
-    """What is kept of a lesson; None: nothing yet. hints : the number of the last hint shown."""
+    """What is kept of a lesson; None: nothing yet.
+
+    prediction : what the student expects.
+    done : whether all was right when it was last checked.
+    hints : the number of the last hint shown.
+    """
 
     prediction: Finite | None = None
     done: bool | None = None
@@ -19,7 +24,7 @@ class LessonProgress(msgspec.Struct, omit_defaults=True):
 Progress = dict[str, LessonProgress]  # by the lesson's name
 
 
-def read_progress() -> Progress:
+def _read() -> Progress:
     """Return what is kept in the current folder; nothing if there is no such file."""
     if not _FILE.exists():
         return {}
@@ -28,32 +33,12 @@ def read_progress() -> Progress:
 
 def progress_of(lesson: Lesson) -> LessonProgress:
     """Return what is kept of a lesson."""
-    return read_progress().get(lesson.name, LessonProgress())
+    return _read().get(lesson.name, LessonProgress())
 
 
-def keep_prediction(lesson: Lesson, prediction: float) -> None:
-    """Keep what the student expects. Raises UserError if it is not finite."""
-    progress = progress_of(lesson)
-    progress.prediction = prediction
-    _keep(lesson, progress)
-
-
-def keep_done(lesson: Lesson, done: bool) -> None:
-    """Keep whether all of a lesson was right when it was last checked."""
-    progress = progress_of(lesson)
-    progress.done = done
-    _keep(lesson, progress)
-
-
-def keep_hints(lesson: Lesson, number: int) -> None:
-    """Keep which hint was shown last."""
-    progress = progress_of(lesson)
-    progress.hints = number
-    _keep(lesson, progress)
-
-
-def _keep(lesson: Lesson, progress: LessonProgress) -> None:
-    everything = read_progress()
-    everything[lesson.name] = progress
+def keep(lesson: Lesson, **values: float) -> None:
+    """Keep values of ``LessonProgress`` by their names. Raises UserError if one is not finite."""
+    everything = _read()
+    everything[lesson.name] = msgspec.structs.replace(progress_of(lesson), **values)
     FOLDER.mkdir(exist_ok=True)
     write_json(_FILE, msgspec.to_builtins(everything), Progress)

@@ -99,6 +99,11 @@ class Equivalence:
             )
         if not wrong.equal_bits:
             reasons.append("the ranks hold different weights")
+        if wrong.error <= self.case.tolerance:
+            reasons.append(
+                f"all are within {wrong.error:.1e} of one process, so perhaps the ranks add in "
+                "different orders"
+            )
         return f"{self.size} ranks, step {wrong.step}: {'; '.join(reasons)}"
 
 

@@ -43,19 +43,8 @@ def collect(args: argparse.Namespace) -> int:
     """
     wanted = wanted_runs(args)
     remotes = [_ask_for_runs(rank, wanted, args) for rank in range(len(wanted.launch.hosts))]
-    outcomes: dict[str, str] = {}  # of each file, by its name
-    sources: dict[str, list[str]] = {}  # the hosts that had any of a run
     try:
-        for remote in remotes:
-            for name, content in _received(remote):
-                # Rank 0 comes first, and of several hosts with a file the first counts.
-                if name not in outcomes:
-                    outcomes[name] = _store(args.output_dir, name, content)
-                if outcomes[name] != "refused":
-                    run = "/".join(name.split("/")[:2])
-                    hosts = sources.setdefault(run, [])
-                    if remote.host.name not in hosts:
-                        hosts.append(remote.host.name)
+        outcomes, sources = _copy(remotes, args.output_dir)
     finally:
         for remote in remotes:
             remote.kill()
@@ -75,6 +64,23 @@ def collect(args: argparse.Namespace) -> int:
         say(f"warning: nothing was copied from {host}: {why}")
     incomplete = unreached or any(outcome in _LEFT for outcome in outcomes.values())
     return 1 if incomplete else 0
+
+
+def _copy(
+    remotes: Sequence[Remote], output_dir: Path
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Store what the hosts send; return what became of each file, and the hosts of each run."""
+    outcomes: dict[str, str] = {}
+    sources: dict[str, dict[str, None]] = {}
+    for remote in remotes:
+        for name, content in _received(remote):
+            # Rank 0 comes first, and of several hosts with a file the first counts.
+            if name not in outcomes:
+                outcomes[name] = _store(output_dir, name, content)
+            if outcomes[name] != "refused":
+                run = "/".join(name.split("/")[:2])
+                sources.setdefault(run, {})[remote.host.name] = None
+    return outcomes, {run: [*hosts] for run, hosts in sources.items()}
 
 
 def _ask_for_runs(rank: int, wanted: "Wanted", args: argparse.Namespace) -> Remote:

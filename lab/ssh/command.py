@@ -16,6 +16,8 @@ from lab.cluster.program import check_placeholders, fill_in
 
 _PART = re.compile(r"(^|/)Part(One|Two|Three)/main\.py$")
 _TORCHRUN = re.compile(r"(torchrun|python\S* -m torch\.distributed\.run)(?= |$)")
+# A placeholder of a command that says itself where its ranks are.
+_PLACE = re.compile(r"\{(master|nodes?|rank|local_rank|port)\}")
 _BEFORE = "give --master-ip and --master-port to lab launch, before --"
 # Flags that lab launch sets itself, and what to do instead, or why.
 _OF_PARTS = {
@@ -86,32 +88,35 @@ def read_command(
     script = next(filter(_PART.search, typed), None)
     trains_alone = script is not None and "PartOne" in script
     if trains_alone and nodes > 1:
-        given = f"--hosts names {nodes} hosts"
-        if ranks_per_node > 1:
-            given = f"--ranks-per-node is {ranks_per_node}"
-        raise UserError(
-            f"PartOne trains in one process, but {given}: give one host and one rank, "
-            "or use PartTwo or PartThree"
-        )
+        raise _too_many_for_one(nodes, ranks_per_node)
     words = list(typed)
-    if not re.search(r"\{(master|nodes?|rank|local_rank|port)\}", " ".join(typed)):
-        program = PurePosixPath(typed[0]).name  # its folder may have a blank
-        if torchrun := _TORCHRUN.match(" ".join([program, *typed[1:]])):
-            if ranks_per_node > 1:
-                raise UserError(
-                    f"--ranks-per-node {ranks_per_node}: torchrun starts the ranks of a host "
-                    f"itself: give it --nproc-per-node {ranks_per_node}, after --"
-                )
-            words = _with_torchrun_flags(typed, len(torchrun[0].split()), nodes)
-        elif script is not None and not trains_alone:
-            _refuse(flags, _OF_PARTS)
-            words += ["--master-ip", "{master}", "--num-nodes", "{nodes}", "--rank", "{rank}"]
-            if port is not None:
-                words += ["--master-port", "{port}"]
-    if port is None:
-        own_port = flags.get("--master-port") or ""
-        port = int(own_port) if own_port.isdecimal() else DEFAULT_MASTER_PORT
-    return NodeCommand(words, script, port, flags, ranks_per_node)
+    program = PurePosixPath(typed[0]).name  # its folder may have a blank
+    torchrun = _TORCHRUN.match(" ".join([program, *typed[1:]]))
+    says_its_place = _PLACE.search(" ".join(typed)) is not None
+    if torchrun and not says_its_place:
+        words = _with_torchrun_flags(typed, len(torchrun[0].split()), nodes, ranks_per_node)
+    elif script is not None and not trains_alone and not says_its_place:
+        _refuse(flags, _OF_PARTS)
+        words += ["--master-ip", "{master}", "--num-nodes", "{nodes}", "--rank", "{rank}"]
+        if port is not None:
+            words += ["--master-port", "{port}"]
+    return NodeCommand(words, script, port or _own_port(flags), flags, ranks_per_node)
+
+
+def _own_port(flags: Mapping[str, str | None]) -> int:
+    """Return the port that the command itself gives, else the default."""
+    given = flags.get("--master-port") or ""
+    return int(given) if given.isdecimal() else DEFAULT_MASTER_PORT
+
+
+def _too_many_for_one(nodes: int, ranks_per_node: int) -> UserError:
+    given = f"--hosts names {nodes} hosts"
+    if ranks_per_node > 1:
+        given = f"--ranks-per-node is {ranks_per_node}"
+    return UserError(
+        f"PartOne trains in one process, but {given}: give one host and one rank, "
+        "or use PartTwo or PartThree"
+    )
 
 
 def _flags(words: Sequence[str]) -> dict[str, str | None]:
@@ -130,8 +135,15 @@ def _flags(words: Sequence[str]) -> dict[str, str | None]:
     return flags
 
 
-def _with_torchrun_flags(typed: Sequence[str], start: int, nodes: int) -> list[str]:
+def _with_torchrun_flags(
+    typed: Sequence[str], start: int, nodes: int, ranks_per_node: int
+) -> list[str]:
     """Return a command of torchrun with the flags that place a host, from word ``start`` on."""
+    if ranks_per_node > 1:
+        raise UserError(
+            f"--ranks-per-node {ranks_per_node}: torchrun starts the ranks of a host "
+            f"itself: give it --nproc-per-node {ranks_per_node}, after --"
+        )
     program = list(typed[:start])
     if typed[0] == "torchrun":  # as a module: no program torchrun need be in PATH
         program = ["python", "-m", "torch.distributed.run"]

@@ -72,7 +72,7 @@ REFUSALS = (
     ),
     (
         r"Bad owner or permissions|Bad configuration option|unknown option|Can't open user config|"
-        "keyword .* extra arguments|command-line line",
+        "extra arguments at end of line|command-line line",
         "ssh rejects its configuration",
         "correct the file or --ssh-option that it names",
     ),
@@ -124,7 +124,7 @@ class Host:
     @property
     def name(self) -> str:
         """Without user and port."""
-        url = re.fullmatch(r"ssh://(?:.*@)?(.*?)(?::\d+)?/?", self.given)
+        url = re.fullmatch(r"ssh://(?:[^@]*@)?([^@]*?)(?::\d+)?/?", self.given)
         if url is not None:
             return url[1]
         _, _, name = self.given.rpartition("@")

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import tempfile
@@ -28,7 +29,8 @@ from lab.ssh.node import READY, RESULT
 OnLine = Callable[[int, str], object]
 Answer = TypeVar("Answer")
 _KEPT_LINES = 1000
-_LONGEST_LINE = 1 << 20  # bytes, as the next one
+_LONGEST_LINE = 1 << 16  # bytes, as the next two
+_MOST_LOGIN = 1 << 24
 _MOST_ERRORS = 1 << 24
 _AT_ONCE = 64  # logins
 _TURN_SECONDS = 20.0
@@ -55,6 +57,7 @@ class Remote:
         self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.result: bytes | None = None
         self.errors: list[str] = []
+        self._login_is_endless = False
         self._stderr = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - ``finish`` closes it
         # Ctrl-C at the terminal reaches only lab, which then ends the hosts.
         self._ssh = start_child(
@@ -63,6 +66,8 @@ class Remote:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
         )
+        # A host may send errors without end, and the disk is not its own.
+        resource.prlimit(self._ssh.pid, resource.RLIMIT_FSIZE, (_MOST_ERRORS, _MOST_ERRORS))
         self._stdin = cast(IO[bytes], self._ssh.stdin)
         self.output = cast(IO[bytes], self._ssh.stdout)
         self.send(json.dumps(request).encode() + b"\n")
@@ -73,15 +78,25 @@ class Remote:
             os.write(self._stdin.fileno(), content)
 
     def skip_login(self) -> bool:
-        """Read what the login shell prints; return whether the host then serves the request."""
-        self.ready = any(line == READY for line in self.output)
+        """Read what the login shell prints; return whether the host then serves the request.
+
+        A login that prints more than ``_MOST_LOGIN`` bytes ends the connection.
+        """
+        printed = 0
+        while not self.ready and (line := self.output.readline(_LONGEST_LINE)):
+            self.ready = line == READY
+            printed += len(line)
+            if printed > _MOST_LOGIN:
+                self._login_is_endless = True
+                self.kill()
+                break
         return self.ready
 
     def read(self, on_line: OnLine) -> None:
         """Read lines until the connection ends; in a thread."""
         try:
-            self.skip_login()
-            for line in iter(partial(self.output.readline, _LONGEST_LINE), b""):
+            lines = iter(partial(self.output.readline, _LONGEST_LINE), b"")
+            for line in lines if self.skip_login() else []:
                 self.lines.append(line.decode(errors="replace").rstrip("\n"))
                 on_line(self.host.rank, self.lines[-1])
         finally:  # else the launch would wait for this host for ever
@@ -96,6 +111,11 @@ class Remote:
             text = os.pread(self._stderr.fileno(), _MOST_ERRORS, 0)
         lines = calm(text.decode(errors="replace")).splitlines()
         self.errors = [line.strip() for line in lines if line.strip()]
+        if self._login_is_endless:
+            self.errors.append(
+                f"its login printed more than {_MOST_LOGIN:,} bytes before the command began: look "
+                "at what ~/.bashrc prints there"
+            )
         found = re.search(rb"^%b(.*)\n" % RESULT, text, re.MULTILINE)
         self.result = found[1] if found else None
         self.ended = time.monotonic()
@@ -104,7 +124,9 @@ class Remote:
         """Return its command's exit status, or -signal; None while it runs, 255 if it was lost."""
         if self.ended == math.inf:
             return None
-        return _LOST if self.result is None else int(self.result)
+        with contextlib.suppress(ValueError):  # what the host returned is no number
+            return int(self.result or b"")
+        return _LOST
 
     def kill(self) -> None:
         """Kill ssh with its ProxyCommand; a shared master connection that ssh left lives on."""

@@ -213,7 +213,7 @@ def start_by_hand(cluster, folder):
     for rank in range(2):
         words = [sys.executable, "PartThree/main.py", recipe, *SMALL, *place, "--rank", rank]
         words += ["--output-dir", folder]
-        cluster.start([str(word) for word in words], nodes=[2 + rank], cwd=ROOT)
+        cluster.start([str(word) for word in words], ranks=[2 + rank], cwd=ROOT)
 
 
 def only_run(folder):

@@ -104,7 +104,7 @@ def alone(tmp_path_factory):
                 place = "--master-ip {master} --master-port {port} --rank {rank} --num-nodes"
                 words = ("python", *command, *SETTINGS, *more, *place.split(), ranks)
                 words += ("--output-dir", folder, "--run-name", name)
-                cluster.start([*map(str, words)], nodes=range(ranks), cwd=ROOT)
+                cluster.start([*map(str, words)], ranks=range(ranks), cwd=ROOT)
                 statuses = [end.status for end in cluster.wait(limit_seconds=180)]
                 assert statuses == [0] * ranks, cluster.output(0)
                 found = list(folder.glob(f"{Path(command[0]).parent}*/{name}"))

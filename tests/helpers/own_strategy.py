@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import tests  # its model "tiny"
 from common.sync import STRATEGIES, Strategy, offered_by
 from common.sync.base import FlatSync
-from common.sync.message_cost import Operation, buffers
+from common.sync.message_cost import Operation
 from common.sync.plans.base import ReplicatedPlan, option
+from common.sync.plans.pieces import SentStep
 
 NAME = "ddpish"  # begins like those of PartThree, which it is none of
 
@@ -31,11 +32,11 @@ class PiecesPlan(ReplicatedPlan):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         found = []
-        for size in buffers(sizes):
-            quotient, longer_ones = divmod(size.entries, self.pieces)
+        for buffer in SentStep(sizes, ranks, vars(self)).pieces("buffer"):
+            quotient, longer_ones = divmod(buffer.entries, self.pieces)
             for number in range(self.pieces):
                 entries = quotient + 1 if number < longer_ones else quotient
-                nbytes = entries * size.itemsize
+                nbytes = entries * buffer.itemsize
                 found.append(Operation("all_reduce", nbytes, copied_bytes=nbytes))
         return found
 

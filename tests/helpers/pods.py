@@ -60,7 +60,7 @@ class Pods:
 
         def started():
             try:
-                self._cluster.start(words, nodes=[pod], environment=environment, cwd=self._image)
+                self._cluster.start(words, ranks=[pod], environment=environment, cwd=self._image)
             except UserError:  # the predecessor still runs
                 return False
             return True

@@ -281,7 +281,7 @@ class SlurmCluster:
     def _boot(self, node, script, **values):
         script = script.format(name=self.name(node), state=_STATE, folder=self.folder, **values)
         command = [*_OWN_NAMESPACES, "sh", "-c", script]
-        self._cluster.start(command, nodes=[node], environment=self._environment, cwd=Path("/"))
+        self._cluster.start(command, ranks=[node], environment=self._environment, cwd=Path("/"))
         self._until(lambda: self._first_process(node) is not None, f"node {node} boots")
         self._booted[node] = self._first_process(node)
 

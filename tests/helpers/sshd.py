@@ -116,7 +116,7 @@ class Machines:
             f"mkdir -p /run/sshd && mount --bind {self.own_checkout(node)} {self.checkout} && "
             f"exec {SSHD} -D -e -f {self.folder}/sshd{node}"
         )
-        self.cluster.start(["unshare", "--mount", "sh", "-c", script], nodes=[node])
+        self.cluster.start(["unshare", "--mount", "sh", "-c", script], ranks=[node])
 
     def start(self, *arguments, config=None):
         """Start a ``lab`` subcommand at the terminal, with the flags that locate the hosts."""

@@ -88,7 +88,7 @@ class Stage:
         for node in nodes:
             self._seen[node] = len(self.cluster.output(node))
         environment = {"TMPDIR": str(self.temporary)}
-        self.cluster.start(command, nodes=nodes, cwd=self.folder, environment=environment)
+        self.cluster.start(command, ranks=nodes, cwd=self.folder, environment=environment)
 
     def text(self, node):
         """Return what the node's rank has written in this run."""

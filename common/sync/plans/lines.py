@@ -98,7 +98,10 @@ class PlanLine:
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVES:
             choices = registry.choices_text(self.kind, COLLECTIVES)
-            raise UserError(f"a line sends a collective, got {self.kind!r}: {choices}")
+            raise UserError(
+                f"a line sends a collective, got {self.kind!r}: {choices}; messages between pairs "
+                "of ranks go into operations() and sends() (CONTRIBUTING.md says how)"
+            )
         if self.only_if is not None:
             registry.find(CONDITIONS, self.only_if, kind="condition")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from common.say import count
-from lab.evidence import explain, near
+from lab.evidence import explain, judge
 from lab.learn.lessons.sync_batchnorm import check_sums, check_vgg11
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile, shown
 
@@ -121,23 +121,15 @@ def _wrong_shards(found: Any, own: Tensor) -> str | None:
     if evidence.right:
         return None
     told = f"with {count(shards, 'shard')} it differs from the mean gradient of as many ranks"
-    times = evidence.factor
-    if times == 0:
+    if evidence.factor == 0:
         return (
             f"{told}: it is zero, nothing was added. Change `gradient` itself, with +=: a new "
             "tensor is lost when the loop goes on"
         )
-    if not evidence.same_sum:
-        return f"{told}: add each shard's own gradient, divided by `shards`"
-    if np.isnan(times):
-        shares = evidence.shares.round(9) + 0.0  # which makes 0 of -0
-        parts = " + ".join(f"{share:.3g} g{shard}" for shard, share in enumerate(shares))
-        return (
-            f"{told}: it is {parts}, where g0 is the first shard's. Add to what is there, with +="
-        )
-    if near(times, shards):
-        return f"{told}: it is the sum, {times:.3g} times the mean. Divide each part by `shards`"
-    return f"{told}: it is {times:.3g} times the mean. Divide each part by `shards`, once"
+    return (
+        f"{told}: {judge(evidence).sentence} (a shard counts as a rank). Add each shard's own "
+        "gradient to what is there, with +=, and divide it by `shards`, once"
+    )
 
 
 def _compare_with_ranks(student: Namespace, norm: bool) -> Differences:

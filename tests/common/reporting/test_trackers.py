@@ -98,7 +98,6 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
     first = trackers(tmp_path, tensorboard=True)
     for step in (1, 2, 3):
         first.log({"train/loss": float(step)}, step=step)
-        first.sync()  # before a checkpoint
     assert shown() == [(1, 1.0), (2, 2.0), (3, 3.0)], "on the disk, though the board is open"
     second = trackers(tmp_path, tensorboard=True, first_step=3)
     for step in (3, 4):
@@ -150,7 +149,6 @@ def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
     monkeypatch.setitem(sys.modules, "wandb", stub)
     board = trackers(tmp_path, wandb=True)
     board.log({"train/loss": 1.5, "val/ema_loss": math.nan}, step=7)
-    board.sync()
     board.close()
     options = stub.init.call_args.kwargs
     assert stub.init.return_value.mock_calls == [

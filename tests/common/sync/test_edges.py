@@ -34,7 +34,12 @@ def sums(rank, lengths):
 
 
 @pytest.mark.parametrize(
-    "size", [1, 2, 3, 4, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 6, 8, 9))]
+    "size",
+    [
+        *(1, 2, 3, 4, 7),
+        pytest.param(8, marks=pytest.mark.slow),
+        *(pytest.param(size, marks=pytest.mark.long) for size in (5, 6, 9)),
+    ],
 )
 def test_any_length_is_summed_over_any_number_of_ranks(size):
     run_ranks(size, sums, [0, 1, 2, 3, 5, 7, 8, 13, 64, 101])

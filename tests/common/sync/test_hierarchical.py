@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import common.distributed.node_groups as node_groups
+import common.distributed.gpus as gpus
 from common.distributed.node_groups import ranks_by_node
 from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
@@ -73,7 +73,7 @@ def one_step(rank, sync):
 
 def three_ranks(rank):
     """Return everything that three ranks show: ranks 0 and 2 share a node, rank 1 is alone."""
-    node_groups.node_identity = lambda: f"machine {rank % 2}"
+    gpus.node_identity = lambda: f"machine {rank % 2}"
     launched(rank, [])
     found = {
         "machines": asked(None),

@@ -323,6 +323,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_runs_once(tmp_path):
     for name in ("scripts", "elsewhere"):
         (tmp_path / name).mkdir()

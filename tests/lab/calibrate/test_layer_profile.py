@@ -40,7 +40,8 @@ class Shortcut(nn.Module):
 
 
 REAL = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("vgg11", "wide_resnet16_4", "resnet18")
+    pytest.param("vgg11", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("wide_resnet16_4", "resnet18")),
 ]
 
 

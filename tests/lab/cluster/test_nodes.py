@@ -123,7 +123,7 @@ def test_every_node_has_an_address_and_reaches_every_other(tmp_path):
         meet = script(tmp_path, MEET)
         for node in range(3):
             others = ",".join(f"node{other}" for other in range(3) if other != node)
-            cluster.start([sys.executable, meet, cluster.address(node), others], nodes=[node])
+            cluster.start([sys.executable, meet, cluster.address(node), others], ranks=[node])
         assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [0, 0, 0]
         assert [cluster.address(node) for node in range(3)] == ["10.9.0.1", "10.9.0.2", "10.9.0.3"]
         assert cluster.output(2).splitlines() == ["10.9.0.1 to 10.9.0.3", "10.9.0.2 to 10.9.0.3"]
@@ -138,7 +138,7 @@ def test_links_are_limited_where_they_send_and_where_they_receive(tmp_path, send
     """Two senders at full rate share the receiver's link, so its receiving end must be limited."""
     with Cluster(3, rate="20mbit", logs=tmp_path, fresh=True) as cluster:
         move = (sys.executable, script(tmp_path, MOVE), "{rank}", senders, nbytes)
-        assert {*run(cluster, *move, nodes=range(senders + 1))} == {0}
+        assert {*run(cluster, *move, ranks=range(senders + 1))} == {0}
         seconds = float(cluster.output(0))
         bursts = 2 * 128 * 1024 * 8 / 20e6
         assert seconds > senders * nbytes * 8 / 20e6 - bursts
@@ -232,7 +232,7 @@ def check_facts(forking, folder):
 )
 def test_a_forked_program_ends_as_a_fresh_one_does(tmp_path, text, status, told, forking):
     path = script(tmp_path, text)
-    assert run(forking, "python", path, nodes=[0], logs=tmp_path) == [status]
+    assert run(forking, "python", path, ranks=[0], logs=tmp_path) == [status]
     if told is not None:
         printed = (tmp_path / "node0.log").read_text().strip()
         underlined = r"^ +[~^]+\n"  # Python 3.13 marks more lines of a traceback than 3.11
@@ -251,23 +251,23 @@ def test_a_program_elsewhere_has_its_own_modules(tmp_path, forking):
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "config.py").write_text("WHOSE = 'mine'\n")
     path = script(tmp_path, "from common.config import WHOSE\nprint(WHOSE)")
-    assert run(forking, "python", path, nodes=[0], logs=tmp_path) == [0]
+    assert run(forking, "python", path, ranks=[0], logs=tmp_path) == [0]
     assert (tmp_path / "node0.log").read_text() == "mine\n"
 
 
 def test_who_joins_later_meets_at_the_same_port(tmp_path, forking):
     joined = tmp_path / "joined"
     stays = f"echo {{port}}; until test -e {joined}; do sleep 0.1; done"
-    forking.start(["sh", "-c", stays], nodes=[0], logs=tmp_path)
-    forking.start(["echo", "{port}"], nodes=[1], logs=tmp_path)
+    forking.start(["sh", "-c", stays], ranks=[0], logs=tmp_path)
+    forking.start(["echo", "{port}"], ranks=[1], logs=tmp_path)
     joined.touch()
     forking.wait(limit_seconds=LONG)
     assert (tmp_path / "node0.log").read_text() == (tmp_path / "node1.log").read_text()
 
 
 def test_what_cannot_be_started_is_told(tmp_path, forking):
-    forking.start(["no-such-program"], nodes=[0], logs=tmp_path)
-    forking.start(["sleep", "30"], nodes=[1], cwd=Path("/no/such/folder"), logs=tmp_path)
+    forking.start(["no-such-program"], ranks=[0], logs=tmp_path)
+    forking.start(["sleep", "30"], ranks=[1], cwd=Path("/no/such/folder"), logs=tmp_path)
     assert [end.status for end in forking.wait(limit_seconds=LONG)] == [127, 127]
     reason = "No such file or directory"
     for node, what in enumerate(("no-such-program", "/no/such/folder")):
@@ -275,8 +275,8 @@ def test_what_cannot_be_started_is_told(tmp_path, forking):
     with pytest.raises(UserError, match=r"placeholder \{ranks\} in the command: choose from \{mas"):
         forking.start(["echo", "{ranks}"])
     with pytest.raises(UserError, match=f"node {NODES}: the cluster has nodes 0 to {NODES - 1}"):
-        forking.start(["true"], nodes=[NODES])
-    forking.start(["sleep", "30"], nodes=[1], logs=tmp_path)
+        forking.start(["true"], ranks=[NODES])
+    forking.start(["sleep", "30"], ranks=[1], logs=tmp_path)
     with pytest.raises(UserError, match="node 1 still runs"):
         forking.start(["true"], logs=tmp_path)
     with pytest.raises(TimeoutError, match=r"after 0\.3 s these nodes still run: 1"):
@@ -290,7 +290,7 @@ def test_what_cannot_be_started_is_told(tmp_path, forking):
 def test_the_others_end_when_one_has_failed(tmp_path, forking):
     forking.start(
         ["sh", "-c", "test {rank} = 0 && exit 7; setsid sleep 100 & exec sleep 100"],
-        nodes=[0, 1],
+        ranks=[0, 1],
         logs=tmp_path,
     )
     ends = forking.wait(limit_seconds=LONG, grace_seconds=0.5)
@@ -360,7 +360,7 @@ def test_latency_is_added_or_said_to_be_left_out(tmp_path):
             "import socket, time; time.sleep(1); b = time.monotonic(); s = socket.socket(); "
             "s.connect_ex(('node1', 9)); print(time.monotonic() - b)"
         )
-        assert run(cluster, sys.executable, "-c", until_connected, nodes=[0]) == [0]
+        assert run(cluster, sys.executable, "-c", until_connected, ranks=[0]) == [0]
         assert float(cluster.output(0)) > 0.099, "there and back"
 
 
@@ -389,7 +389,7 @@ def test_faults_of_links_and_of_processes(tmp_path):
         cluster.fault(1, "restore")
         assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
 
-        cluster.start(["sh", "-c", "setsid sleep 50 & sleep 50"], nodes=[1])
+        cluster.start(["sh", "-c", "setsid sleep 50 & sleep 50"], ranks=[1])
         # Wait for the names: sh cannot be stopped until its fork has become the sleep.
         wait_until(
             lambda: sorted(map(name, cluster.pids(1))) == ["sh", "sleep", "sleep"],
@@ -425,7 +425,7 @@ def test_ranks_know_who_shares_their_node_and_all_share_the_machines_cores(forki
     flags += ["--output-dir", tmp_path / "out"]
     two_ranks = script(tmp_path, TWO_RANKS)
     command = ("python", two_ranks, main, ROOT, "{rank}", *flags)
-    ended = run(forking, *command, nodes=[0, 1], logs=tmp_path)
+    ended = run(forking, *command, ranks=[0, 1], logs=tmp_path)
     assert ended == [0, 0], (tmp_path / "node0.log").read_text()
     [path] = (tmp_path / "out").glob("*/*/ranks.json")
     ranks = json.loads(path.read_text())["ranks"]
@@ -450,7 +450,7 @@ def sent_bytes(cluster, sync, steps, folder):
     flags += ["--sync", sync] * (sync != "ddp")
     before = cluster.traffic()
     program = ROOT / part_of(sync) / "main.py"
-    ended = run(cluster, "python", program, *flags, "--output-dir", folder, nodes=range(NODES))
+    ended = run(cluster, "python", program, *flags, "--output-dir", folder, ranks=range(NODES))
     assert ended == [0] * NODES, cluster.output(0)
     after = cluster.traffic()
     return [after[node].sent_bytes - before[node].sent_bytes for node in range(NODES)]
@@ -463,8 +463,9 @@ def sent_bytes(cluster, sync, steps, folder):
         "ring",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gather_scatter", "all_reduce", "tree", "overlapped", "ddp")
+            for name in ("gather_scatter", "all_reduce", "ddp")
         ),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("tree", "overlapped")),
     ],
 )
 def test_bytes_on_the_links_are_those_of_the_formula(forking, sync, tmp_path):

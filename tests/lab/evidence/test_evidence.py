@@ -64,6 +64,27 @@ def test_each_matrix_has_one_name(weights, pattern, finding):
     assert stored.right == (not finding)
 
 
+SENTENCES = {  # on 3 ranks, what the sentence holds
+    "sum": "added up and never divided",
+    "divided twice": "divided by 3 twice",
+    "by 2": "divided by 2, not by the number of ranks",
+    "own": "each rank keeps its own gradient",
+    "rank 1 to all": "every rank gets rank 1's gradient",
+    "only rank 0": "the mean comes to rank 0 only",
+    "rank 0 left out": "rank 0's own gradient is missing from the sum",
+    "rank 0 twice": "rank 0's gradient is counted twice",
+    "the next one's": "each rank gets one rank's gradient",
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_each_of_the_usual_mistakes_is_told_in_its_own_sentence(name):
+    sentences = {other: found(weights).sentence for other, (weights, *_) in patterns(3).items()}
+    assert [other for other, text in sentences.items() if SENTENCES[name] in text] == (
+        ["own", "own, divided"] if name == "own" else [name]
+    )
+
+
 HALF = [0.5, 0.5, 0, 0]
 PAIRS = [HALF, HALF, HALF[::-1], HALF[::-1]]
 BETWEEN = [frozenset({0, 2}), frozenset({1, 3})]

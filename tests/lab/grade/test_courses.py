@@ -40,7 +40,6 @@ MISTAKES = {
                 "different-start",
                 0,
             ),
-            "sum": ([("parameter.grad /= dist.get_world_size()", "pass")], "sum-not-mean", 0),
             "by-two": ([("grad /= dist.get_world_size()", "grad /= 2")], "literal-divisor", 2.5),
             "afterwards": (
                 [

@@ -4,9 +4,9 @@ import pytest
 
 from common.errors import UserError
 from lab.cli import main
-from lab.learn.checking import NOT_YET, check
-from lab.learn.course import LESSONS, missing_lesson
-from lab.learn.progress import keep_done
+from lab.learn.checking import NOT_YET, check, comes_first
+from lab.learn.course import LESSONS
+from lab.learn.progress import keep
 from lab.learn.solutions import SOLUTIONS, solution_of
 from lab.learn.student_file import StudentFile
 from tests.lab.learn.solutions import solve
@@ -76,7 +76,7 @@ def test_a_solution_is_shown_once_the_lesson_is_done_or_given_up(capsys, tmp_pat
         assert "-        means = [torch.stack(arriving).mean(0)] * size if" in told
         assert f"+        means = {right} if" in told
         assert "dist.scatter" not in told or "-        dist.scatter" not in told
-    keep_done(LESSON[3], True)
+    keep(LESSON[3], done=True)
     assert right in learn(capsys, 3, "--solution")[1]
     solve(3, tmp_path)
     assert "is this solution" in learn(capsys, 3, "--solution")[1]
@@ -99,7 +99,7 @@ def test_a_solution_has_no_blank_and_right_answers(number, tmp_path):
 @pytest.mark.parametrize("number", [4, 5])
 def test_lesson_3_comes_first(number, tmp_path, capsys):
     student = StudentFile(solve(number, tmp_path))
-    assert missing_lesson(LESSON[number]) is LESSON[3]
+    assert "which is missing: lab learn 3" in learn(capsys, number)[1]
     assert check(LESSON[number], student) == NOT_YET
     told = capsys.readouterr().out
     assert "do lesson 3 first" in told
@@ -107,7 +107,10 @@ def test_lesson_3_comes_first(number, tmp_path, capsys):
     LESSON[3].file.write_text(LESSON[3].skeleton.read_text())
     assert check(LESSON[number], student) == NOT_YET
     assert "do lesson 3 first" in capsys.readouterr().out
-    assert missing_lesson(LESSON[number]) is None
+    LESSON[3].file.write_text("def\n")
+    assert "cannot be loaded (line 1 is not valid Python" in learn(capsys, number)[1]
+    solve(3, tmp_path)
+    assert comes_first(LESSON[number]) is None
 
 
 @BY_NUMBER

@@ -11,7 +11,7 @@ from common.errors import UserError
 from lab.audit.cases import read_scripts
 from lab.learn import script_runs
 from lab.learn.course import LESSONS
-from lab.learn.lessons import break_it, overlap
+from lab.learn.lessons import break_it, nodes
 from lab.learn.lessons.find_the_bug import BLIND, write_scripts
 from lab.learn.student_file import Mistake, StudentFile
 from tests.helpers import ROOT
@@ -198,6 +198,6 @@ def test_without_emulated_nodes_ranks_break_on_loopback(
 
 @pytest.mark.slow
 def test_less_exposed_than_the_link_needs_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(overlap, "run_on_nodes", lambda *_, **__: ["100 MB: 0.008 s exposed"])
+    monkeypatch.setattr(nodes, "run_on_nodes", lambda *_, **__: ["100 MB: 0.008 s exposed"])
     with pytest.raises(Mistake, match=r"message takes 0.442 s"):
         check(6, tmp_path)

@@ -22,6 +22,13 @@ class WrongSolution:
         return f"{self.lesson}-{self.name}"
 
 
+def of_lesson(number, table):
+    """Return wrong solutions of a lesson: by name the blanks, then what each must be told."""
+    return [
+        WrongSolution(name, number, tuple(told), blanks) for name, (blanks, *told) in table.items()
+    ]
+
+
 AVERAGE = "            average(model)  # new in lesson 3\n"
 BACKWARD = "            loss.backward()\n"
 STEP = "            optimizer.step()\n"
@@ -32,7 +39,8 @@ WEIGHTS_IN_THE_LOOP = (
     "                p.data /= dist.get_world_size()\n"
 )
 
-# The first six are the ones that a single sentence used to answer.
+# That each pattern of the rules has its name, tests/lab/evidence proves: one of them reaches a
+# student here, "literal 2".
 LESSON_3 = [
     WrongSolution(
         "weights",
@@ -48,24 +56,6 @@ LESSON_3 = [
         3,
         ("a copy gets it", "own-gradient"),
         {2: "dist.scatter(parameter.grad.clone(), means, src=0)"},
-    ),
-    WrongSolution(
-        "rank 0 left out",
-        3,
-        ("rank 0's own gradient is missing", "not-the-mean"),
-        {1: "[sum(arriving[1:]) / size] * size"},
-    ),
-    WrongSolution(
-        "counted twice",
-        3,
-        ("rank 0's gradient is counted twice", "not-the-mean"),
-        {1: "[(sum(arriving) + arriving[0]) / size] * size"},
-    ),
-    WrongSolution(
-        "rank 0's for all",
-        3,
-        ("every rank gets rank 0's gradient", "own-gradient"),
-        {1: "[arriving[0]] * size"},
     ),
     WrongSolution(
         "only rank 0",
@@ -104,24 +94,11 @@ LESSON_3 = [
         ("the weights are averaged in place of the gradients", "weights-averaged"),
         edit=(AVERAGE + STEP, STEP + WEIGHTS_IN_THE_LOOP),
     ),
-    WrongSolution("sum", 3, ("never divided", "sum-not-mean"), {1: "[sum(arriving)] * size"}),
-    WrongSolution(
-        "divided twice",
-        3,
-        ("divided by 3 twice", "averaged-twice"),
-        {1: "[sum(arriving) / size / size] * size"},
-    ),
     WrongSolution(
         "literal 2",
         3,
         ("divided by 2, not by", "1.500 times the mean on 3 ranks", "literal-divisor"),
         {1: "[sum(arriving) / 2] * size"},
-    ),
-    WrongSolution(
-        "no mean",
-        3,
-        ("each rank gets one rank's gradient", "not-the-mean"),
-        {1: "arriving[::-1]"},
     ),
     WrongSolution("nothing comes back", 3, ("nothing brings it back",), {2: "pass"}),
     WrongSolution(
@@ -272,46 +249,42 @@ OTHERS = [
         edit=("            optimizer.zero_grad()\n", ""),
     ),
     WrongSolution("no step", 2, ("weights never change",), edit=(STEP, "")),
-    WrongSolution(
-        "bytes",
+    *of_lesson(
         4,
-        ("0.125 times what rank 0's link", "Bytes are taken for bits"),
-        {0: "2 * (nodes - 1) * gradient_mb / 1000 / rate_gbit"},
+        {
+            "bytes": (
+                {0: "2 * (nodes - 1) * gradient_mb / 1000 / rate_gbit"},
+                "0.125 times what rank 0's link",
+                "Bytes are taken for bits",
+            ),
+            "in alone": (
+                {0: "(nodes - 1) * gradient_mb * 8 / 1000 / rate_gbit"},
+                "gives 0.8861 s, 0.5 times",
+                "one direction",
+            ),
+            "rank 0 to itself": (
+                {0: "2 * nodes * gradient_mb * 8 / 1000 / rate_gbit"},
+                "1.33 times",
+                "nothing to itself",
+            ),
+            "nothing": ({0: "None"}, r"exchange_seconds\(4, 36.92, 1.0\) returns None"),
+            "a name": (
+                {0: "2 * (nodes - 1) * gradient * 8 / 1000 / rate_gbit"},
+                r"exchange_seconds\(4, 36.92, 1.0\) fails in line \d+ of \S+ \(return .*NameError",
+            ),
+        },
     ),
-    WrongSolution(
-        "in alone",
-        4,
-        ("gives 0.8861 s, 0.5 times", "one direction"),
-        {0: "(nodes - 1) * gradient_mb * 8 / 1000 / rate_gbit"},
+    *of_lesson(
+        5,
+        {
+            "always rank's chunk": ({0: "rank"}, "the first loop"),
+            "adds to its own": ({1: "rank - step"}, "the first loop"),
+            "passes on too early": ({2: "rank - step", 3: "rank - step - 1"}, "the second loop"),
+            "wrong way": ({0: "rank + step", 1: "rank + step + 1"}, "the first loop"),
+        },
     ),
-    WrongSolution(
-        "rank 0 to itself",
-        4,
-        ("1.33 times", "nothing to itself"),
-        {0: "2 * nodes * gradient_mb * 8 / 1000 / rate_gbit"},
-    ),
-    WrongSolution("nothing", 4, (r"exchange_seconds\(4, 36.92, 1.0\) returns None",), {0: "None"}),
-    WrongSolution(
-        "a name",
-        4,
-        (r"exchange_seconds\(4, 36.92, 1.0\) fails in line \d+ of \S+ \(return .*NameError",),
-        {0: "2 * (nodes - 1) * gradient * 8 / 1000 / rate_gbit"},
-    ),
-    WrongSolution("always rank's chunk", 5, ("the first loop",), {0: "rank"}),
-    WrongSolution("adds to its own", 5, ("the first loop",), {1: "rank - step"}),
-    WrongSolution(
-        "passes on too early", 5, ("the second loop",), {2: "rank - step", 3: "rank - step - 1"}
-    ),
-    WrongSolution("wrong way", 5, ("the first loop",), {0: "rank + step", 1: "rank + step + 1"}),
-    WrongSolution("sum", 5, ("never divided", "sum-not-mean"), edit=("flat /= size", "pass")),
     WrongSolution(
         "literal 2", 5, ("divided by 2", "literal-divisor"), edit=("flat /= size", "flat /= 2")
-    ),
-    WrongSolution(
-        "copy",
-        5,
-        ("a copy gets it", "own-gradient"),
-        edit=("gradient.copy_(mean.view_as(gradient))", "pass"),
     ),
     WrongSolution(
         "another function",
@@ -319,308 +292,235 @@ OTHERS = [
         ("never averages", "group-unused"),
         edit=('["train"](average_gradients)', '["train"](lambda model: None)'),
     ),
-    WrongSolution(
-        "never sent",
+    *of_lesson(
         6,
-        (r"ready\(\d, a tensor of shape \(5,\)\) fails", "Something is None"),
-        {0: "-1"},
+        {
+            "never sent": (
+                {0: "-1"},
+                r"ready\(\d, a tensor of shape \(5,\)\) fails",
+                "Something is None",
+            ),
+            "not awaited": ({2: "pass"}, "before its sum has arrived"),
+            "literal 2": ({3: "2"}, "divided by 2", "literal-divisor"),
+            "counted as 0": ({4: "0"}, "step 1 is right, and in step 2"),
+            "counted as 1": ({4: "1"}, "ready"),
+            "waits at once": (
+                {1: "dist.all_reduce(flat)", 2: "pass"},
+                "sent 8, and 0 were under way",
+            ),
+        },
     ),
-    WrongSolution("not awaited", 6, ("before its sum has arrived",), {2: "pass"}),
-    WrongSolution("literal 2", 6, ("divided by 2", "literal-divisor"), {3: "2"}),
-    WrongSolution("counted as 0", 6, ("step 1 is right, and in step 2",), {4: "0"}),
-    WrongSolution("counted as 1", 6, ("ready",), {4: "1"}),
-    WrongSolution(
-        "waits at once",
-        6,
-        ("sent 8, and 0 were under way",),
-        {1: "dist.all_reduce(flat)", 2: "pass"},
-    ),
-    WrongSolution(
-        "one less",
+    *of_lesson(
         7,
-        ("not by one less",),
-        {1: "sum((v - mean) ** 2 for v in values) / (len(values) - 1)"},
+        {
+            "one less": (
+                {1: "sum((v - mean) ** 2 for v in values) / (len(values) - 1)"},
+                "not by one less",
+            ),
+            "a constant batch": (
+                {2: "(value - mean) / variance**0.5"},
+                r"normalise\(\[2.0, 2.0\]\) fails in line \d+ .*ZeroDivisionError",
+            ),
+            "after the root": ({2: "(value - mean) / (variance**0.5 + 1e-5)"}, "not to its root"),
+            "no root": (
+                {2: "(value - mean) / (variance + 1e-5)"},
+                "the root of the variance, not by",
+            ),
+            "no numbers": ({2: "print(value)"}, r"normalise\(.*returns \[None"),
+            "last shard alone": (
+                {3: "gradient.copy_(part / shards)"},
+                "every rank gets rank 3's gradient",
+                "with \\+=",
+            ),
+            "sum": ({3: "gradient += part"}, "4 shards .* never divided"),
+            "literal 4": ({3: "gradient += part / 4"}, "1 shard .* divided by 4, not by"),
+            "lost": ({3: "gradient = gradient + part / shards"}, "it is zero, nothing was added"),
+        },
     ),
-    WrongSolution(
-        "a constant batch",
-        7,
-        (r"normalise\(\[2.0, 2.0\]\) fails in line \d+ .*ZeroDivisionError",),
-        {2: "(value - mean) / variance**0.5"},
-    ),
-    WrongSolution(
-        "after the root", 7, ("not to its root",), {2: "(value - mean) / (variance**0.5 + 1e-5)"}
-    ),
-    WrongSolution(
-        "no root",
-        7,
-        ("the root of the variance, not by",),
-        {2: "(value - mean) / (variance + 1e-5)"},
-    ),
-    WrongSolution("no numbers", 7, (r"normalise\(.*returns \[None",), {2: "print(value)"}),
-    WrongSolution(
-        "last shard alone", 7, (r"0.25 g3", "with \\+="), {3: "gradient.copy_(part / shards)"}
-    ),
-    WrongSolution("sum", 7, ("it is the sum, 4 times",), {3: "gradient += part"}),
-    WrongSolution("literal 4", 7, ("1 shard .* 0.25 times",), {3: "gradient += part / 4"}),
-    WrongSolution(
-        "lost", 7, ("it is zero, nothing was added",), {3: "gradient = gradient + part / shards"}
-    ),
-    WrongSolution("not called", 8, ("called it 3 times", "Nothing calls step"), {0: "pass"}),
-    WrongSolution("readings", 8, ("returns 40 values", "readings of the clock"), {1: "clock()"}),
-    WrongSolution(
-        "narrow",
+    *of_lesson(
         8,
-        ("91.8 % hold", "numbers 16 and 27"),
-        {2: "math.floor(n / 2 - 0.5 * n**0.5)"},
+        {
+            "not called": ({0: "pass"}, "called it 3 times", "Nothing calls step"),
+            "readings": ({1: "clock()"}, "returns 40 values", "readings of the clock"),
+            "narrow": ({2: "math.floor(n / 2 - 0.5 * n**0.5)"}, "91.8 % hold", "numbers 16 and 27"),
+            "rounded up": ({2: "math.ceil(n / 2 - 0.98 * n**0.5)"}, "numbers 14 and 27"),
+            "no number": (
+                {2: "n / 2 - 0.98 * n**0.5"},
+                r"median_interval\(\[.*\) fails in line \d+ .*TypeError",
+            ),
+        },
     ),
-    WrongSolution("rounded up", 8, ("numbers 14 and 27",), {2: "math.ceil(n / 2 - 0.98 * n**0.5)"}),
-    WrongSolution(
-        "no number",
-        8,
-        (r"median_interval\(\[.*\) fails in line \d+ .*TypeError",),
-        {2: "n / 2 - 0.98 * n**0.5"},
-    ),
-    WrongSolution(
-        "always 1",
+    *of_lesson(
         10,
-        ("find_culprit returns 1, and must 0",),
-        {0: "1 if any(gave_up) else None"},
+        {
+            "always 1": ({0: "1 if any(gave_up) else None"}, "find_culprit returns 1, and must 0"),
+            "who complains": (
+                {0: "gave_up.index(True) if any(gave_up) else None"},
+                "find_culprit returns 1, and must 0",
+            ),
+            "never none": ({0: "gave_up.index(False)"}, "find_culprit returns 0, and must None"),
+            "half an hour": ({4: "1800"}, "limit is 1800 s"),
+        },
     ),
-    WrongSolution(
-        "who complains",
-        10,
-        ("find_culprit returns 1, and must 0",),
-        {0: "gave_up.index(True) if any(gave_up) else None"},
-    ),
-    WrongSolution(
-        "never none", 10, ("find_culprit returns 0, and must None",), {0: "gave_up.index(False)"}
-    ),
-    WrongSolution("half an hour", 10, ("limit is 1800 s",), {4: "1800"}),
 ]
 
 # Lesson 7's second step: blanks 4 to 9 are forward's, 10 to 15 backward's.
 ONES = "torch.ones_like(x)"
-BATCHNORM = [
-    WrongSolution("no message", 7, ("count", "own sums", "No rank sends"), {5: "pass"}),
-    WrongSolution(
-        "a copy is sent",
-        7,
-        ("count", "own sums", "use `sums`"),
-        {5: "dist.all_reduce(sums.clone())"},
-    ),
-    WrongSolution("summed on rank 0", 7, ("rank [12]'s count",), {5: "dist.reduce(sums, 0)"}),
-    WrongSolution(
-        "sent twice",
-        7,
-        ("add up their sums twice",),
-        {5: "dist.all_reduce(sums), dist.all_reduce(sums)"},
-    ),
-    WrongSolution(
-        "averaged",
-        7,
-        ("mean of the ranks' counts",),
-        {5: "dist.all_reduce(sums, dist.ReduceOp.AVG)"},
-    ),
-    WrongSolution("equal counts", 7, ("count.*unequal",), {6: "len(x) * dist.get_world_size()"}),
-    WrongSolution("ranks", 7, ("number of ranks, not of values",), {6: "dist.get_world_size()"}),
-    WrongSolution(
-        "mean of means",
-        7,
-        (r"rank 0's mean\[", "mean of the ranks' means"),
-        {
-            4: f"torch.stack([{ONES}.sum(0), x.mean(0), (x**2).mean(0)])",
-            7: "sums[1] / dist.get_world_size()",
-        },
-    ),
-    WrongSolution("sum of means", 7, ("sum",), {7: "sums[1]"}),
-    WrongSolution("mean by own count", 7, ("this rank's own count",), {7: "sums[1] / len(x)"}),
-    WrongSolution("own mean", 7, (r"rank 0's mean\[", "own sums alone"), {7: "x.mean(0)"}),
-    WrongSolution(
-        "mean of variances",
-        7,
-        (r"rank 0's variance\[", "mean of the ranks' variances, each", r"x\*\*2"),
-        {
-            4: f"torch.stack([{ONES}.sum(0), x.sum(0), x.var(0, correction=0)])",
-            8: "sums[2] / dist.get_world_size()",
-        },
-    ),
-    WrongSolution(
-        "mean of torch's variances",
-        7,
-        ("mean of the ranks' variances, divided by one less",),
-        {
-            4: f"torch.stack([{ONES}.sum(0), x.sum(0), x.var(0)])",
-            8: "sums[2] / dist.get_world_size()",
-        },
-    ),
-    WrongSolution(
-        "weighted mean of variances",
-        7,
-        ("weighted by count",),
-        {
-            4: f"torch.stack([{ONES}.sum(0), x.sum(0), len(x) * x.var(0, correction=0)])",
-            8: "sums[2] / count",
-        },
-    ),
-    WrongSolution("own variance", 7, ("own sums alone",), {8: "x.var(0, correction=0)"}),
-    WrongSolution("no mean subtracted", 7, (r"subtract mean\*\*2",), {8: "sums[2] / count"}),
-    WrongSolution(
-        "mean subtracted", 7, (r"subtract mean\*\*2, not",), {8: "sums[2] / count - mean"}
-    ),
-    WrongSolution(
-        "deviation", 7, ("standard deviation",), {8: "(sums[2] / count - mean**2) ** 0.5"}
-    ),
-    WrongSolution("variance by own count", 7, ("own count",), {8: "sums[2] / len(x) - mean**2"}),
-    WrongSolution(
-        "one less in both",
-        7,
-        (r"rank 0's variance\[", "one less than the number"),
-        {8: "(sums[2] / count - mean**2) * count / (count - 1)", 9: "variance"},
-    ),
-    WrongSolution(
-        "float32",
-        7,
-        ("around 1,000 in float32", r"x\.double\(\)"),
-        {4: f"torch.stack([{ONES}, x, x**2]).sum(1)"},
-    ),
-    WrongSolution(
-        "doubled too late",
-        7,
-        ("around 1,000 in float32", r"x\.double\(\)"),
-        {4: f"torch.stack([{ONES}, x, x**2]).double().sum(1)"},
-    ),
-    WrongSolution(
-        "N in the running variance",
-        7,
-        (r"rank 0's running_variance\[", "one less"),
-        {9: "variance"},
-    ),
-    WrongSolution(
-        "own N in the running variance",
-        7,
-        ("running_variance", "this rank's own"),
-        {9: "variance * len(x) / (len(x) - 1)"},
-    ),
-    WrongSolution(
-        "squares alone by one less",
-        7,
-        (r"running_variance.*the mean of x\*\*2 alone",),
-        {9: "sums[2] / (count - 1) - mean**2"},
-    ),
-    WrongSolution(
-        "means of g",
-        7,
-        ("the ranks send means, not sums",),
-        {
-            13: "torch.stack([grad_bias, grad_weight]) / len(x)",
-            15: "weight / std * (g - (sums[0] + z * sums[1]) / dist.get_world_size())",
-        },
-    ),
-    WrongSolution("a number", 7, ("returns 1.5 as mean", r"shape \(2,\)"), {7: "1.5"}),
-    WrongSolution("one sum", 7, ("fails in line", "IndexError"), {4: "x.sum(0)[:1]"}),
-    WrongSolution(
-        "own z",
-        7,
-        (r"rank 0's grad_x\[", "z is made with this rank's own mean$"),
-        {10: "(x - x.mean(0)) / std"},
-    ),
-    WrongSolution(
-        "own z and deviation",
-        7,
-        ("own mean and deviation",),
-        {10: "(x - x.mean(0)) / (x.var(0, correction=0) + 1e-5) ** 0.5"},
-    ),
-    WrongSolution(
-        "no message in backward", 7, ("grad_x", "own sums", "No rank sends"), {14: "pass"}
-    ),
-    WrongSolution(
-        "sent twice in backward",
-        7,
-        ("grad_x", "add up their sums twice"),
-        {14: "dist.all_reduce(sums), dist.all_reduce(sums)"},
-    ),
-    WrongSolution(
-        "no second term",
-        7,
-        (r"- z \* sum\(g \* z\) / count is missing: each x moves the deviation",),
-        {15: "weight / std * (g - sums[0] / count)"},
-    ),
-    WrongSolution(
-        "no first term",
-        7,
-        (r"- sum\(g\) / count is missing: each x moves the mean",),
-        {15: "weight / std * (g - z * sums[1] / count)"},
-    ),
-    WrongSolution(
-        "neither term",
-        7,
-        ("moves the mean.*; .*moves the deviation",),
-        {15: "weight / std * g"},
-    ),
-    WrongSolution(
-        "own count in backward",
-        7,
-        ("divided by this rank's own count",),
-        {15: "weight / std * (g - sums[0] / len(x) - z * sums[1] / len(x))"},
-    ),
-    WrongSolution(
-        "no count",
-        7,
-        ("not divided by `count`",),
-        {15: "weight / std * (g - sums[0] - z * sums[1])"},
-    ),
-    WrongSolution(
-        "added",
-        7,
-        (r"sum\(g\) / count is added.*; z \* .* is added",),
-        {15: "weight / std * (g + sums[0] / count + z * sums[1] / count)"},
-    ),
-    WrongSolution(
-        "no z",
-        7,
-        ("not multiplied by z",),
-        {15: "weight / std * (g - (sums[0] + sums[1]) / count)"},
-    ),
-    WrongSolution(
-        "no weight",
-        7,
-        ("weight is missing",),
-        {15: "(g - sums[0] / count - z * sums[1] / count) / std"},
-    ),
-    WrongSolution(
-        "variance for std",
-        7,
-        ("by the variance, not by std",),
-        {15: "weight / variance * (g - sums[0] / count - z * sums[1] / count)"},
-    ),
-    WrongSolution(
-        "all ranks' gradients",
-        7,
-        (r"rank 0's grad_weight\[", "sum over all ranks, and would count 3 times"),
-        {14: "dist.all_reduce(sums); grad_bias, grad_weight = sums"},
-    ),
-    WrongSolution(
-        "sent in place",
-        7,
-        (r"rank 0's grad_weight\[", "sum over all ranks.*from before the message"),
-        {13: "grad_bias, grad_weight", 14: "dist.all_reduce(sums[0]), dist.all_reduce(sums[1])"},
-    ),
-    WrongSolution(
-        "bias alone",
-        7,
-        (r"rank 0's grad_bias\[", "sum over all ranks, and would count 3 times"),
-        {14: "dist.all_reduce(sums); grad_bias = sums[0]"},
-    ),
-    WrongSolution(
-        "swapped",
-        7,
-        (r"rank 0's grad_weight\[", "it is grad_bias"),
-        {11: "g.sum(0)", 12: "(g * z).sum(0)", 13: "torch.stack([grad_weight, grad_bias])"},
-    ),
-    WrongSolution(
-        "gradient of z",
-        7,
-        ("grad_weight", r"take the sum of g \* z"),
-        {11: "(g * x).sum(0)", 13: "torch.stack([grad_bias, (g * z).sum(0)])"},
-    ),
-]
+BATCHNORM = of_lesson(
+    7,
+    {
+        "no message": ({5: "pass"}, "count", "own sums", "No rank sends"),
+        "a copy is sent": ({5: "dist.all_reduce(sums.clone())"}, "count", "own sums", "use `sums`"),
+        "summed on rank 0": ({5: "dist.reduce(sums, 0)"}, "rank [12]'s count"),
+        "sent twice": (
+            {5: "dist.all_reduce(sums), dist.all_reduce(sums)"},
+            "add up their sums twice",
+        ),
+        "averaged": ({5: "dist.all_reduce(sums, dist.ReduceOp.AVG)"}, "mean of the ranks' counts"),
+        "equal counts": ({6: "len(x) * dist.get_world_size()"}, "count.*unequal"),
+        "ranks": ({6: "dist.get_world_size()"}, "number of ranks, not of values"),
+        "mean of means": (
+            {
+                4: f"torch.stack([{ONES}.sum(0), x.mean(0), (x**2).mean(0)])",
+                7: "sums[1] / dist.get_world_size()",
+            },
+            r"rank 0's mean\[",
+            "mean of the ranks' means",
+        ),
+        "sum of means": ({7: "sums[1]"}, "sum"),
+        "mean by own count": ({7: "sums[1] / len(x)"}, "this rank's own count"),
+        "own mean": ({7: "x.mean(0)"}, r"rank 0's mean\[", "own sums alone"),
+        "mean of variances": (
+            {
+                4: f"torch.stack([{ONES}.sum(0), x.sum(0), x.var(0, correction=0)])",
+                8: "sums[2] / dist.get_world_size()",
+            },
+            r"rank 0's variance\[",
+            "mean of the ranks' variances, each",
+            r"x\*\*2",
+        ),
+        "mean of torch's variances": (
+            {
+                4: f"torch.stack([{ONES}.sum(0), x.sum(0), x.var(0)])",
+                8: "sums[2] / dist.get_world_size()",
+            },
+            "mean of the ranks' variances, divided by one less",
+        ),
+        "weighted mean of variances": (
+            {
+                4: f"torch.stack([{ONES}.sum(0), x.sum(0), len(x) * x.var(0, correction=0)])",
+                8: "sums[2] / count",
+            },
+            "weighted by count",
+        ),
+        "own variance": ({8: "x.var(0, correction=0)"}, "own sums alone"),
+        "no mean subtracted": ({8: "sums[2] / count"}, r"subtract mean\*\*2"),
+        "mean subtracted": ({8: "sums[2] / count - mean"}, r"subtract mean\*\*2, not"),
+        "deviation": ({8: "(sums[2] / count - mean**2) ** 0.5"}, "standard deviation"),
+        "variance by own count": ({8: "sums[2] / len(x) - mean**2"}, "own count"),
+        "one less in both": (
+            {8: "(sums[2] / count - mean**2) * count / (count - 1)", 9: "variance"},
+            r"rank 0's variance\[",
+            "one less than the number",
+        ),
+        "float32": (
+            {4: f"torch.stack([{ONES}, x, x**2]).sum(1)"},
+            "around 1,000 in float32",
+            r"x\.double\(\)",
+        ),
+        "doubled too late": (
+            {4: f"torch.stack([{ONES}, x, x**2]).double().sum(1)"},
+            "around 1,000 in float32",
+            r"x\.double\(\)",
+        ),
+        "N in the running variance": ({9: "variance"}, r"rank 0's running_variance\[", "one less"),
+        "own N in the running variance": (
+            {9: "variance * len(x) / (len(x) - 1)"},
+            "running_variance",
+            "this rank's own",
+        ),
+        "squares alone by one less": (
+            {9: "sums[2] / (count - 1) - mean**2"},
+            r"running_variance.*the mean of x\*\*2 alone",
+        ),
+        "means of g": (
+            {
+                13: "torch.stack([grad_bias, grad_weight]) / len(x)",
+                15: "weight / std * (g - (sums[0] + z * sums[1]) / dist.get_world_size())",
+            },
+            "the ranks send means, not sums",
+        ),
+        "a number": ({7: "1.5"}, "returns 1.5 as mean", r"shape \(2,\)"),
+        "one sum": ({4: "x.sum(0)[:1]"}, "fails in line", "IndexError"),
+        "own z": (
+            {10: "(x - x.mean(0)) / std"},
+            r"rank 0's grad_x\[",
+            "z is made with this rank's own mean$",
+        ),
+        "own z and deviation": (
+            {10: "(x - x.mean(0)) / (x.var(0, correction=0) + 1e-5) ** 0.5"},
+            "own mean and deviation",
+        ),
+        "no message in backward": ({14: "pass"}, "grad_x", "own sums", "No rank sends"),
+        "sent twice in backward": (
+            {14: "dist.all_reduce(sums), dist.all_reduce(sums)"},
+            "grad_x",
+            "add up their sums twice",
+        ),
+        "no second term": (
+            {15: "weight / std * (g - sums[0] / count)"},
+            r"- z \* sum\(g \* z\) / count is missing: each x moves the deviation",
+        ),
+        "no first term": (
+            {15: "weight / std * (g - z * sums[1] / count)"},
+            r"- sum\(g\) / count is missing: each x moves the mean",
+        ),
+        "neither term": ({15: "weight / std * g"}, "moves the mean.*; .*moves the deviation"),
+        "own count in backward": (
+            {15: "weight / std * (g - sums[0] / len(x) - z * sums[1] / len(x))"},
+            "divided by this rank's own count",
+        ),
+        "no count": ({15: "weight / std * (g - sums[0] - z * sums[1])"}, "not divided by `count`"),
+        "added": (
+            {15: "weight / std * (g + sums[0] / count + z * sums[1] / count)"},
+            r"sum\(g\) / count is added.*; z \* .* is added",
+        ),
+        "no z": ({15: "weight / std * (g - (sums[0] + sums[1]) / count)"}, "not multiplied by z"),
+        "no weight": (
+            {15: "(g - sums[0] / count - z * sums[1] / count) / std"},
+            "weight is missing",
+        ),
+        "variance for std": (
+            {15: "weight / variance * (g - sums[0] / count - z * sums[1] / count)"},
+            "by the variance, not by std",
+        ),
+        "all ranks' gradients": (
+            {14: "dist.all_reduce(sums); grad_bias, grad_weight = sums"},
+            r"rank 0's grad_weight\[",
+            "sum over all ranks, and would count 3 times",
+        ),
+        "sent in place": (
+            {
+                13: "grad_bias, grad_weight",
+                14: "dist.all_reduce(sums[0]), dist.all_reduce(sums[1])",
+            },
+            r"rank 0's grad_weight\[",
+            "sum over all ranks.*from before the message",
+        ),
+        "bias alone": (
+            {14: "dist.all_reduce(sums); grad_bias = sums[0]"},
+            r"rank 0's grad_bias\[",
+            "sum over all ranks, and would count 3 times",
+        ),
+        "swapped": (
+            {11: "g.sum(0)", 12: "(g * z).sum(0)", 13: "torch.stack([grad_weight, grad_bias])"},
+            r"rank 0's grad_weight\[",
+            "it is grad_bias",
+        ),
+        "gradient of z": (
+            {11: "(g * x).sum(0)", 13: "torch.stack([grad_bias, (g * z).sum(0)])"},
+            "grad_weight",
+            r"take the sum of g \* z",
+        ),
+    },
+)

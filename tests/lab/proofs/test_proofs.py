@@ -82,7 +82,11 @@ def test_a_difference_of_one_bit_between_the_ranks_is_wrong():
 
     [found] = check_equivalence(off_by_a_bit, sizes=[2], case=Case(unused=False))
     assert found.greatest.error < 1e-12
-    assert re.fullmatch(r"2 ranks, step [1-4]: the ranks hold different weights", str(found))
+    assert re.fullmatch(
+        r"2 ranks, step [1-4]: the ranks hold different weights; all are within \d\.\de-1\d of one "
+        r"process, so perhaps the ranks add in different orders",
+        str(found),
+    )
     assert not found
 
 
