@@ -194,8 +194,8 @@ class Comparison(Struct, kw_only=True):
     """The whole file.
 
     settings : what was asked for, environment : of the machine, and groups : of each group by its
-    number, if there are several, may hold facts that are only shown. ``known`` reads those with
-    which a reader computes.
+    number, where others started the runs, may hold facts that are only shown. ``known`` reads those
+    with which a reader computes.
     warnings : what a reader must know first. differences : why runs cannot be compared. skipped :
     folders without a run to report, and why. prediction : made without these runs, if any. plan :
     if other programs start the runs. timelines : by cell, one step.

@@ -87,7 +87,9 @@ def render(
         compare=comparison.kind != "report",
         created=comparison.created,
         emulated=comparison.emulated,
-        what_is_emulated=what_is_emulated,
+        imitated=dict.fromkeys(
+            what_is_emulated(block.settings) for block in blocks if block.emulated
+        ),
         finished=comparison.finished,
         done=sum(cell.status == "done" for cell in comparison.cells),
         total=len(comparison.cells),

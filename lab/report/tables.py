@@ -89,7 +89,6 @@ COLUMNS = {
     "predicted_step_seconds": Column("predicted step, s", "s"),
     "measured_seconds": Column("measured, s", "s"),
     "prediction_error_ratio": Column("error", "+.1%"),
-    "error": Column("error", "+.1%"),
     "scope": Column("scope"),
     "state": Column("status"),
 }
@@ -119,7 +118,7 @@ MEMORY = (
 )
 PREDICTION = (
     *("cell", "predicted_compute_seconds", "predicted_sync_seconds", "predicted_step_seconds"),
-    *("measured_seconds", "error", "scope"),
+    *("measured_seconds", "prediction_error_ratio", "scope"),
 )
 MARKDOWN = (
     *(*_TIMES, *_COSTS, *_LINKS, "optimizer_state_bytes", "tensor_bytes", *_FORETOLD),
@@ -314,16 +313,13 @@ def _prediction(row: CellRow) -> dict[str, Any]:
     """Return what readable tables show of a prediction that the CSV does not have."""
     prediction = row.prediction
     if prediction is None:  # no table shows it
-        return dict.fromkeys(
-            ("predicted_compute_seconds", "predicted_sync_seconds", "error", "scope")
-        )
+        return dict.fromkeys(("predicted_compute_seconds", "predicted_sync_seconds", "scope"))
     scope = "in scope"
     if not prediction.in_scope:
         scope = f"out of scope: {prediction.why or 'no reason given'}"
     return {
         "predicted_compute_seconds": prediction.compute_seconds,
         "predicted_sync_seconds": prediction.sync_seconds,
-        "error": row.error,
         "scope": scope,
     }
 
