@@ -87,10 +87,11 @@ def main(
     if path is not None:
         program = None  # argparse names the file
         command = shlex.join(["python", path])
-        target = [path]  # what a launcher starts
+        target = child = [path]  # what a launcher starts
     else:
         program = command = COMMANDS[part]
         target = ["-m", "common.cli", part]
+        child = ["-P", *target]  # without modules of the current folder
     gc.set_threshold(100_000, 50, 100)  # else collections take a fifth of importing torch
     try:
         config = parse_arguments(part, description, sync_choices, arguments, program=program)
@@ -103,7 +104,7 @@ def main(
             for_a_rank = [argument for argument in arguments if argument != "--distributed"]
             # run() sets the threads
             environment = {"OMP_NUM_THREADS": "1"} | os.environ
-            return launch_local_ranks([*target, *for_a_rank], ranks, environment)
+            return launch_local_ranks([*child, *for_a_rank], ranks, environment)
         launch = _launch_of_part(config)
     except Exception as error:
         explained = explain(error)

@@ -208,7 +208,7 @@ def test_functions_of_common_take_few_parameters():
 # "lab" are the files directly there. Lower a row with each cut; whoever raises one says in the
 # commit what for.
 MOST_STATEMENTS = {
-    "benchmarks": 830,
+    "benchmarks": 950,
     "common": 710,
     "common/config": 380,
     "common/data": 330,
@@ -222,7 +222,7 @@ MOST_STATEMENTS = {
     "common/training_engine": 1130,
     "common/utils": 750,
     "courses": 350,
-    "lab": 260,
+    "lab": 280,
     "lab/audit": 4690,
     "lab/calibrate": 600,
     "lab/cluster": 630,
@@ -232,13 +232,13 @@ MOST_STATEMENTS = {
     "lab/evidence": 220,
     "lab/explain": 160,
     "lab/fleet": 100,
-    "lab/grade": 1810,
+    "lab/grade": 1890,
     "lab/learn": 1680,
-    "lab/predict": 2250,
+    "lab/predict": 2030,
     "lab/proofs": 490,
     "lab/report": 1780,
     "lab/ssh": 670,
-    "lab/whatif": 520,
+    "lab/whatif": 420,
 }
 # Over common, lab and benchmarks together. The goal is 30 complex functions.
 MOST_NODES_PER_STATEMENT = 6.7

@@ -17,8 +17,13 @@ REPORTS = Path("reports")
 
 
 def part_command(part: str) -> list[str]:
-    """Return what follows ``python`` to start a part: its file, or without a checkout a module."""
-    return [str(REPOSITORY / part / "main.py")] if IN_CHECKOUT else ["-m", "common.cli", part]
+    """Return what follows ``python`` to start a part: its file, or without a checkout a module.
+
+    -P keeps out modules of the current folder.
+    """
+    if IN_CHECKOUT:
+        return [str(REPOSITORY / part / "main.py")]
+    return ["-P", "-m", "common.cli", part]
 
 
 def new_folder(parent: Path, kind: str = "") -> Path:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import msgspec
 from rich.console import Console
 from rich.text import Text
@@ -26,6 +25,7 @@ from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Start, TorchImported
 from lab.audit.result import AuditResult, Failure, in_sentence, titled
+from lab.html_page import page_template
 
 FORMAT = 1
 # Part of each sentence on a failure of the probe, see ``_troubles`` of findings/__init__.py.
@@ -385,17 +385,6 @@ def _print(console: Console, row: _Row) -> None:
 
 
 # --- the page ---
-
-
-def page_template(file: Path) -> jinja2.Template:
-    """Return a page's template, which may include those of lab/report."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader([file.parent, Path(__file__).parents[1] / "report"]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template(file.name)
 
 
 class MarkNote(msgspec.Struct):

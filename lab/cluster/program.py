@@ -34,18 +34,24 @@ _PRELOADED = ("common.experiment.run", "common.models.vgg", "sklearn.datasets", 
 
 @dataclass(frozen=True)
 class PythonProgram:
-    """A Python command: its arguments, and a file as ``target``, or a module if ``module``."""
+    """A Python command: its arguments, and a file as ``target``, or a module if ``module``.
+
+    safe_path : the interpreter's -P, without the current folder.
+    """
 
     target: str
     arguments: tuple[str, ...]
     module: bool
+    safe_path: bool = False
 
     def run(self) -> NoReturn:
         """Run the program as a new interpreter would, and end this process with its exit status."""
         for stream in (sys.stdout, sys.stderr):
             cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
         sys.argv = [self.target, *self.arguments]
-        sys.path.insert(0, os.getcwd() if self.module else str(Path(self.target).resolve().parent))
+        if not self.safe_path:
+            script_folder = str(Path(self.target).resolve().parent)
+            sys.path.insert(0, os.getcwd() if self.module else script_folder)
         status = 0
         try:
             if self.module:
@@ -77,7 +83,8 @@ def _report(error: BaseException) -> int:
 def parse_python(command: Sequence[str]) -> PythonProgram | None:
     """Return the command as a program that a fork can run; None if no fork can.
 
-    That is a command of another interpreter, or one with options for the interpreter (except -u).
+    That is a command of another interpreter, or one with options for the interpreter, except -u and
+    -P before -m.
     """
     if not _is_this_interpreter(command[0]):
         return None
@@ -87,6 +94,8 @@ def parse_python(command: Sequence[str]) -> PythonProgram | None:
     match words:
         case ["-m", module, *arguments]:
             return PythonProgram(module, tuple(arguments), module=True)
+        case ["-P", "-m", module, *arguments]:
+            return PythonProgram(module, tuple(arguments), module=True, safe_path=True)
         case [script, *arguments] if not script.startswith("-") and Path(script).is_file():
             return PythonProgram(script, tuple(arguments), module=False)
     return None

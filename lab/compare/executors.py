@@ -49,6 +49,7 @@ class Executors(contextlib.ExitStack):
         *,
         rate: str | None,
         logs: Path,
+        cwd: Path | None = None,
     ) -> str | None:
         """Run ``python command`` for that many ranks, on the first nodes, and wait for its end.
 
@@ -56,6 +57,7 @@ class Executors(contextlib.ExitStack):
         ``--timeout``, and then the others are ended.
 
         rate : of the nodes' links; None: over loopback. logs : the folder of the ranks' output.
+        cwd : where they start; None: in the current folder.
         Returns None if all ranks succeed, else the error message of the rank that failed first.
         Raises GroupError if the cluster cannot be made.
         """
@@ -77,7 +79,7 @@ class Executors(contextlib.ExitStack):
         if ranks > 1:
             program += [*_NODE_FLAGS, "--num-nodes", str(ranks)]
         try:
-            cluster.start(program, ranks=range(ranks), logs=logs)
+            cluster.start(program, ranks=range(ranks), logs=logs, cwd=cwd)
             ends = cluster.wait(grace_seconds=GRACE_SECONDS)
         except GroupError as error:
             self._end_clusters()

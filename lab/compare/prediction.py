@@ -26,6 +26,7 @@ from common.sync.plans.batchnorm import SyncBatchNormPlan
 from common.sync.plans.links import link_bytes
 from common.training_engine.batchnorm import synchronised_layers
 from common.utils.environment import environment
+from common.utils.paths import REPOSITORY
 from common.utils.progress import console
 from common.utils.typed_json import Facts, read_json
 from lab.calibrate.calibration import calibrate, default_ranks
@@ -367,7 +368,7 @@ def _measure_network(
     ranks = settings.ranks_on(nodes)
     name = f"links-{cell_suffix(nodes, rate, settings.ranks_per_node)}"
     output = folder / f"{name}.json"
-    command = ["-m", "lab.calibrate.link_probe", "--output", str(output)]
+    command = ["-m", "lab.calibrate.link_probe", "--output", str(output.absolute())]
     if rate is not None:
         command.append("--shaped")
     options = settings.strategy_options
@@ -377,7 +378,9 @@ def _measure_network(
         if among == "all" and settings.sync_batchnorm:
             kinds = sorted({*kinds, "all_reduce"})
         command += [f"--{among}", *kinds]
-    message = executors.run(command, ranks, rate=rate, logs=folder / "logs" / name)
+    # Python looks for modules where it starts: there are the project's.
+    logs = folder / "logs" / name
+    message = executors.run(command, ranks, rate=rate, logs=logs, cwd=REPOSITORY)
     if message is not None:
         raise GroupError(f"the messages of {ranks} ranks could not be measured: {message}")
     found = read_json(output, ProbedLinks)

@@ -50,8 +50,8 @@ from lab.grade.submissions import (
     find_script,
     named,
     read_rows,
-    unpack,
 )
+from lab.grade.unpack import unpack
 from lab.terminal import say
 
 _CORES_A_JOB = 2
@@ -230,7 +230,7 @@ def _unpacked(sources: list[Path], copy: Path) -> Look | None:
         twice = f"{count(len(sources), 'submission')} have this name."
         return Look(twice, grader="Rename them.")
     try:
-        unpack(sources[0], copy)
+        unpack(sources[0], copy, _environment())
     except UserError as error:
         problem = " ".join(calm(str(error)).split())  # it quotes names of files
         return Look(f"{problem}.", student="Hand it in anew.", grader="Ask for a new file.")
@@ -376,7 +376,8 @@ def _run(task: Task) -> Facts | Look:
     # Other commands may be tried until the first limit is reached.
     limit = (len(task.ranks) + 1) * task.limit_seconds + _MORE_SECONDS
     process = start_child(
-        [sys.executable, "-m", "lab.grade.part"],
+        # -P: no module from the grader's folder; -s: none from HOME, a folder of everybody's.
+        [sys.executable, "-P", "-s", "-m", "lab.grade.part"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -18,11 +18,12 @@ import msgspec
 from common.say import count
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm, encode, read_json
-from lab.audit.report import AuditContent, MarkNote, page_template, write_content
+from lab.audit.report import AuditContent, MarkNote, write_content
 from lab.grade.facts import Facts, what_ended
 from lab.grade.findings import entries, lesson_of
 from lab.grade.marks import Mark, OverrideRow
 from lab.grade.rubric import Rubric
+from lab.html_page import page_template
 
 # The marks of each submission's parts.
 Graded = Mapping[str, Sequence[Mark]]

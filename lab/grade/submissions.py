@@ -1,36 +1,28 @@
-"""What was handed in: folders, zips and tars, and the script of each part in them.
+"""What was handed in: folders, zips and tars by their names, and the script of each part in them.
 
-``unpack`` copies one to a folder of the grader's own: nothing above that folder is written, no link
-in it leads out, and its size is limited. ``find_script`` finds a part's script in it.
+``unpack`` (unpack.py) copies one to a folder of the grader's own; ``find_script`` finds a part's
+script in it.
 """
 
 import csv
 import hashlib
-import os
 import re
-import shutil
-import stat
-import tarfile
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from pathlib import Path, PurePosixPath
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from common.errors import UserError, file_errors, reason_of
+from common.errors import UserError, file_errors
 from common.say import listed
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from lab.grade.facts import Look
 from lab.grade.rubric import Part, Rubric
+from lab.grade.unpack import IGNORED
 
-MOST_BYTES = 2**30
-MOST_FILES = 20_000
 _SUFFIXES = (".zip", ".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz")
 _TRAINS = re.compile(r"\.backward\(|init_process_group|DistributedDataParallel")
-_IGNORED = ("__MACOSX", "__pycache__", ".git", ".venv", "venv")
 
 # The names of a submission and of a part.
 Place = tuple[str, str]
@@ -55,118 +47,9 @@ def _name(path: Path) -> str:
     return re.sub(r"[^\w.@-]", "_", name).strip(".") or "submission"
 
 
-# --- unpacking ---
-
-
-class Entry(NamedTuple):
-    """What would be unpacked or copied.
-
-    is_link : whether it is a link in an archive.
-    """
-
-    name: str
-    size: int
-    is_link: bool = False
-
-
-def unpack(source: Path, target: Path) -> None:
-    """Copy a submission to a new folder that everybody can read.
-
-    Raises UserError, in one line, for what is no submission or not harmless.
-    """
-    try:
-        if source.is_dir():
-            _copy_folder(source, target)
-        elif zipfile.is_zipfile(source):
-            _unpack_zip(source, target)
-        else:
-            _unpack_tar(source, target)
-        _let_everybody_read(target)  # first, so that no folder hides a link
-        _refuse_links_outside(target)
-    except UserError:
-        raise
-    # What damaged archives make of the libraries: zlib.error, LZMAError, KeyError, OverflowError.
-    except Exception as error:
-        raise UserError(f"it cannot be unpacked ({reason_of(error).rstrip(':')})") from error
-    if not any(target.rglob("*.py")):
-        raise UserError("it has no Python file")
-
-
-def _copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder; links stay links, so that nothing outside of it is read."""
-    entries: list[Entry] = []
-    for path in source.rglob("*"):
-        relative = path.relative_to(source)
-        if not _is_ignored(relative):
-            entries.append(Entry(str(relative), path.lstat().st_size))
-    _check(entries)
-    shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns(*_IGNORED))
-
-
-def _unpack_zip(source: Path, target: Path) -> None:
-    with zipfile.ZipFile(source) as archive:
-        entries: list[Entry] = []
-        for info in archive.infolist():
-            is_link = stat.S_ISLNK(info.external_attr >> 16)
-            entries.append(Entry(info.filename, info.file_size, is_link))
-        _check(entries)
-        archive.extractall(target)
-
-
-def _unpack_tar(source: Path, target: Path) -> None:
-    with tarfile.open(source) as archive:
-        members = list(islice(archive, MOST_FILES + 1))  # there may be millions
-        # Before Python 3.11.13 a chain of links leads past the filter (CVE-2025-4517).
-        _check([Entry(info.name, info.size, info.issym() or info.islnk()) for info in members])
-        archive.extractall(target, members, filter="data")
-
-
-def _check(entries: Sequence[Entry]) -> None:
-    """Raise UserError unless all this can be unpacked without harm."""
-    names = [entry.name for entry in entries]
-    outside = [name for name in names if ".." in PurePosixPath(name.replace("\\", "/")).parts]
-    if outside:
-        raise UserError(f"outside of its folder: {listed(outside, most=3)}")
-    links = [entry.name for entry in entries if entry.is_link]
-    if links:
-        raise UserError(f"links in an archive are not followed: {listed(links, most=3)}")
-    strange = [ascii(name) for name in names if name.encode(errors="ignore").decode() != name]
-    if strange:
-        raise UserError(f"names that are no UTF-8: {listed(strange, most=3)}: rename them")
-    total = sum(entry.size for entry in entries)
-    if len(entries) > MOST_FILES or total > MOST_BYTES:
-        raise UserError(
-            f"{len(entries):,} files of {total:,} bytes or more: at most {MOST_FILES:,} and "
-            f"{MOST_BYTES:,} are unpacked. Leave out data and checkpoints"
-        )
-    if not entries:
-        raise UserError("it is empty")
-
-
-def _let_everybody_read(folder: Path) -> None:
-    """Let others read all, run what its owner may run, and write nothing."""
-    folder.chmod(0o755)
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            continue
-        if path.is_dir():
-            path.chmod(0o755)
-        else:
-            path.chmod(path.stat().st_mode & 0o111 | 0o644)
-
-
-def _refuse_links_outside(folder: Path) -> None:
-    """Raise UserError if a link leads out of the folder."""
-    inside = os.path.realpath(folder)
-    for path in folder.rglob("*"):
-        # Not Path.resolve, which raises for a loop of links.
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
-            raise UserError(f"{path.relative_to(folder)} is a link that leads elsewhere")
-
-
 def _is_ignored(relative: Path) -> bool:
     """Return whether a path in a submission is none of the student's work."""
-    return not set(_IGNORED).isdisjoint(relative.parts)
+    return not set(IGNORED).isdisjoint(relative.parts)
 
 
 # --- scripts ---
@@ -323,5 +206,6 @@ def digest(folder: Path) -> str:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
             whole.update(f"{path.relative_to(folder)}\0".encode(errors="surrogateescape"))
-            whole.update(hashlib.sha256(path.read_bytes()).digest())
+            with path.open("rb") as file:  # which may be as large as memory
+                whole.update(hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()

@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # slow to import, and --help imports this file
     from lab.predict.tables import PredictedStep
 
 
-_PUBLISHED = Path(__file__).with_name("published.csv")
 GRADIENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -147,15 +146,6 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "also draw step time and efficiency for 1 to 100,000 nodes; .svg and .pdf work, "
         "too",
     },
-    "--validate": {
-        "type": Path,
-        "nargs": "?",
-        "const": _PUBLISHED,
-        "metavar": "FILE",
-        "help": "in place of a prediction, score predictions of measured steps: a CSV file with "
-        "the columns of published.csv (default: that file, which comes with the project). No other "
-        "flag but --json goes with it",
-    },
     "--json": {"action": "store_true", "help": "print JSON"},
 }
 
@@ -183,8 +173,6 @@ def main_predict(args: argparse.Namespace) -> int:
     from lab.predict.printing import summarize
     from lab.predict.tables import message_plans
 
-    if args.validate is not None:
-        return _validate(args)
     if args.step_time is not None and args.rate is None:
         raise UserError(
             "--step-time is of your own nodes: add --rate, that of their links, e.g. --rate 10gbit"
@@ -248,24 +236,6 @@ def _fit(
     scenario, *_ = _scenarios(calibration, cluster, args)
     fitted = fit_to(steps, scenario, _options(args))
     return cluster.with_beliefs(fitted.beliefs), fitted
-
-
-def _validate(args: argparse.Namespace) -> int:
-    """Predict the measured steps of a file, print how good that is and return the exit status."""
-    from lab.predict.validation_printing import print_scores, print_scores_json
-
-    for name, options in PREDICT_FLAGS.items():
-        value = vars(args)[name.lstrip("-").replace("-", "_")]
-        if name not in ("--validate", "--json") and value != options.get("default"):
-            raise UserError(
-                f"{name} and --validate are both given: --validate takes everything from the rows "
-                f"of its file. Leave out {name}"
-            )
-    if args.json:
-        print_scores_json(args.validate)
-    else:
-        print_scores(args.validate)
-    return 0
 
 
 def _with_own_nodes(calibration: "Calibration", args: argparse.Namespace) -> "Calibration":

@@ -5,7 +5,7 @@ common_models.toml holds them, with sources.
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -20,6 +20,7 @@ from lab.predict.compute_model import ComputeModel
 
 # Shares of backward at which common_models.toml tells the share of gradients that are ready.
 _SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+TENSORS = 50  # square matrices of a model of which only the number of parameters is known
 _BYTES_OF_AN_ENTRY = (2, 4)
 
 
@@ -50,24 +51,29 @@ class CommonModel:
             calibration,
             model=self.name,
             gradients=gradients,
-            compute=self._spread(calibration.compute, gradients),
+            compute=spread(calibration.compute, gradients, self.ready),
             batchnorm=None,
         )
 
-    def _spread(self, compute: ComputeModel, gradients: tuple[GradientShape, ...]) -> ComputeModel:
-        """Return the compute whose backward makes ``gradients`` as this model's backward does."""
-        ready_bytes = tuple(accumulate(gradient.nbytes for gradient in reversed(gradients)))
-        made = np.array(ready_bytes) / ready_bytes[-1]
-        shares = np.interp(made, self.ready, _SHARES)
-        profiles = compute.profiles
-        return ComputeModel(profiles, ready_bytes, tuple(shares.tolist()))
+
+def spread(
+    compute: ComputeModel, gradients: tuple[GradientShape, ...], ready: Sequence[float] = _SHARES
+) -> ComputeModel:
+    """Return the compute whose backward makes ``gradients`` as ``ready`` says: see CommonModel."""
+    ready_bytes = tuple(accumulate(gradient.nbytes for gradient in reversed(gradients)))
+    made = np.array(ready_bytes) / ready_bytes[-1]
+    shares = np.interp(made, ready, _SHARES)
+    return ComputeModel(compute.profiles, ready_bytes, tuple(shares.tolist()))
 
 
 def evenly(parameters: float, tensors: int) -> CommonModel:
-    """Return a model of which only the size is known: backward makes all bytes equally fast."""
-    return CommonModel(
-        f"a model of {parameters:,.0f} parameters", round(parameters), tensors, _SHARES
-    )
+    """Return a model of which only the size is known: backward makes all bytes equally fast.
+
+    tensors : at most so many.
+    """
+    whole = max(1, round(parameters))
+    name = f"a model of {parameters:,.0f} parameters"
+    return CommonModel(name, whole, min(tensors, whole), _SHARES)
 
 
 @cache

@@ -63,76 +63,20 @@ class MeasuredStep:
         return np.asarray(np.log(steps))
 
 
-def fit(
-    beliefs: Beliefs,
-    cells: Sequence[MeasuredStep],
-    *,
-    noise: float = MEASURED_NOISE,
-    outliers_at: float | None = None,
-    weights: Sequence[float] | None = None,
-    rounds: int = _ROUNDS,
-    start: Array | None = None,
-) -> Beliefs:
-    """Return what is known of the priors after these measurements.
-
-    Parameters
-    ----------
-    noise : standard deviation of the logarithm of a measured step around the predicted one.
-    outliers_at : residual, in standard deviations, at which a cell no longer counts (Tukey's
-        biweight): a cluster that is unlike all others then moves nothing. None: all count alike.
-    weights : how much each cell counts; None: 1 each.
-    start : z at which the search begins; None: the mean.
-    """
-    weighting = np.ones(len(cells)) if weights is None else np.array(weights)
-    return fit_each(
-        beliefs,
-        cells,
-        weightings=[weighting],
-        noise=noise,
-        outliers_at=outliers_at,
-        rounds=rounds,
-        start=start,
-    )[0]
-
-
-def fit_each(
-    beliefs: Beliefs,
-    cells: Sequence[MeasuredStep],
-    *,
-    weightings: Sequence[Array],
-    noise: float,
-    outliers_at: float | None = None,
-    rounds: int = _ROUNDS,
-    start: Array | None = None,
-) -> list[Beliefs]:
-    """Return a fit for each weighting of the cells, see ``fit``.
-
-    They are independent of each other. Together they take little longer than one alone, because
-    each cell is predicted for all of them at once.
-    """
+def fit(beliefs: Beliefs, cells: Sequence[MeasuredStep]) -> Beliefs:
+    """Return what is known of the priors after these measurements."""
     count = len(beliefs.priors)
     before = np.linalg.inv(beliefs.root @ beliefs.root.T)  # precision
     measured = np.array([cell.log_measured for cell in cells])
-    found = [beliefs.mean if start is None else start] * len(weightings)
-    precisions = [before] * len(weightings)
-    # Column 0 of a fit is its z, the others differ from it in one prior each.
+    z = beliefs.mean
+    precision = before
+    # Column 0 is z, the others differ from it in one prior each.
     changes = _DIFFERENCE * np.eye(count, count + 1, 1)
-    for _ in range(rounds):
-        columns = np.concatenate([z[:, None] + changes for z in found], axis=1)
-        logs = np.array([cell.log_steps(beliefs, columns) for cell in cells])
-        for index, steps in enumerate(np.split(logs, len(weightings), axis=1)):
-            slopes = (steps[:, 1:] - steps[:, :1]) / _DIFFERENCE
-            residuals = measured - steps[:, 0]
-            weight = weightings[index] / noise**2
-            if outliers_at is not None:
-                nearness = np.maximum(0.0, 1 - (residuals / (outliers_at * noise)) ** 2)
-                weight = weight * nearness**2
-            precision = before + slopes.T @ (weight[:, None] * slopes)
-            pull = slopes.T @ (weight * residuals) - before @ (found[index] - beliefs.mean)
-            change = np.clip(np.linalg.solve(precision, pull), -_FARTHEST, _FARTHEST)
-            found[index] = found[index] + change
-            precisions[index] = precision
-    return [
-        replace(beliefs, mean=z, root=np.linalg.cholesky(np.linalg.inv(precision)))
-        for z, precision in zip(found, precisions, strict=True)
-    ]
+    for _ in range(_ROUNDS):
+        steps = np.array([cell.log_steps(beliefs, z[:, None] + changes) for cell in cells])
+        slopes = (steps[:, 1:] - steps[:, :1]) / _DIFFERENCE
+        weighted = slopes.T / MEASURED_NOISE**2
+        precision = before + weighted @ slopes
+        pull = weighted @ (measured - steps[:, 0]) - before @ (z - beliefs.mean)
+        z = z + np.clip(np.linalg.solve(precision, pull), -_FARTHEST, _FARTHEST)
+    return replace(beliefs, mean=z, root=np.linalg.cholesky(np.linalg.inv(precision)))

@@ -4,7 +4,6 @@
 cluster to where they explain these steps.
 """
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import UserError, file_errors
+from common.errors import UserError
 from common.runs import read_run
 from common.say import count, duration_text
 from common.sync import STRATEGIES, strategy_options
@@ -20,19 +19,17 @@ from common.utils.grouping import grouped
 from common.utils.registry import choices_text
 from lab.predict.event_model import LARGEST_NODES
 from lab.predict.fitting import MeasuredStep, fit
-from lab.predict.priors import Beliefs, Prior
+from lab.predict.priors import HIGH_Z, Beliefs, Prior
 from lab.predict.scenario import Scenario
+from lab.predict.step_tables import StepRow, read_rows
 from lab.predict.tables import message_plans
 from lab.units import parse_rate
 
 _COLUMNS = ("nodes", "strategy", "global_batch", "step_seconds")
-_NEEDED = ", ".join(_COLUMNS)
 _SHORTEST = 0.9  # of computing alone: measurements scatter
 _ALIKE = 1.5  # two measurements of one cell differ by no more than this
-_MOST = 1_000_000_000
 _EXPLAINED = 1.5  # measured over fitted step, and the inverse, that a fit may leave
 _MOVED = 0.25  # z from which a prior's move is told
-_HIGH = 1.2816  # z of a prior's high value
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def read_observed(paths: Sequence[Path], *, flag: str = "--fit") -> list[Observe
 def _steps_in(path: Path) -> list[ObservedStep]:
     if path.is_dir():
         return [_of_run(folder) for folder in _runs_in(path)]
-    return _of_table(path)
+    return [_of_row(row) for row in read_rows(path, _COLUMNS)]
 
 
 def _check_alike(steps: Sequence[ObservedStep]) -> None:
@@ -125,63 +122,19 @@ def _runs_in(folder: Path) -> list[Path]:
     return runs
 
 
-def _of_table(path: Path) -> list[ObservedStep]:
-    with file_errors(f"{path} cannot be read", ": give a table or the folder of a run"):
-        text = path.read_text(encoding="utf-8-sig")
-    reader = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
-    missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
-    if missing:
-        raise UserError(
-            f"{path} has no column {', '.join(missing)}: give a table with the columns "
-            f"{_NEEDED}, and ranks_per_node and rate where they are known"
-        )
-    steps = [_of_row(row, f"{path}, row {number}") for number, row in enumerate(reader, 1)]
-    if not steps:
-        raise UserError(f"{path} has no rows: give one measured step or more")
-    return steps
-
-
-def _of_row(row: Mapping[str, str | None], where: str) -> ObservedStep:
-    if None in row:  # where csv puts the fields that no column has
-        raise UserError(
-            f"{where}: it has more fields than the table has columns: write decimals with a point"
-        )
-    strategy = (row["strategy"] or "").strip()
-    if strategy not in STRATEGIES:
-        raise UserError(
-            f"{where}: strategy: got {strategy!r}, {choices_text(strategy, STRATEGIES)}"
-        )
-    rate = (row.get("rate") or "").strip()
+def _of_row(row: StepRow) -> ObservedStep:
+    rate = row.text("rate")
     if rate.replace(".", "", 1).isdigit():
         rate += "gbit"
     return ObservedStep(
-        where=where,
-        nodes=_whole(row, "nodes", where),
-        ranks_per_node=_whole(row, "ranks_per_node", where) if row.get("ranks_per_node") else 1,
-        strategy=strategy,
-        global_batch=_whole(row, "global_batch", where),
-        step_seconds=_positive(row, "step_seconds", where),
-        rate_bits=parse_rate(rate, f"{where}: rate") if rate else None,
+        where=row.where,
+        nodes=row.whole("nodes"),
+        ranks_per_node=row.whole("ranks_per_node") if row.text("ranks_per_node") else 1,
+        strategy=row.strategy(),
+        global_batch=row.whole("global_batch"),
+        step_seconds=row.number("step_seconds"),
+        rate_bits=parse_rate(rate, f"{row.where}: rate") if rate else None,
     )
-
-
-def _whole(row: Mapping[str, str | None], name: str, where: str) -> int:
-    value = _positive(row, name, where)
-    if value != int(value):
-        raise UserError(f"{where}: {name}: got {row[name]!r}, give a whole number")
-    return int(value)
-
-
-def _positive(row: Mapping[str, str | None], name: str, where: str) -> float:
-    try:
-        value = float(row[name] or "")
-    except ValueError:
-        value = 0.0
-    if not 0 < value < _MOST:
-        raise UserError(
-            f"{where}: {name}: got {row[name]!r}, give a number above 0 and below {_MOST:,}"
-        )
-    return value
 
 
 def _of_run(folder: Path) -> ObservedStep:
@@ -224,22 +177,15 @@ class FittedCell:
 
 
 @dataclass(frozen=True)
-class MovedPrior:
-    """A prior that a fit moved: its typical value before, and value, low and high after."""
-
-    prior: Prior
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class ClusterFit:
-    """What measured steps said: the beliefs, each step, and the priors that moved."""
+    """What measured steps said: the beliefs, each step, and the priors that moved.
+
+    moved : each prior as it was, and as it became.
+    """
 
     beliefs: Beliefs
     cells: Sequence[FittedCell]
-    moved: Sequence[MovedPrior]
+    moved: Sequence[tuple[Prior, Prior]]
 
     def as_json(self) -> dict[str, Any]:
         """Return steps and moved priors with names."""
@@ -259,13 +205,13 @@ class ClusterFit:
         ]
         moved = [
             {
-                "prior": move.prior.name,
-                "before": move.prior.typical,
-                "after": move.value,
-                "low": move.low,
-                "high": move.high,
+                "prior": before.name,
+                "before": before.typical,
+                "after": after.typical,
+                "low": after.low,
+                "high": after.high,
             }
-            for move in self.moved
+            for before, after in self.moved
         ]
         return {"steps": cells, "priors": moved}
 
@@ -278,10 +224,10 @@ class ClusterFit:
                 f"{duration_text(cell.step.step_seconds)}, predicted "
                 f"{duration_text(cell.before)} before and {duration_text(cell.after)} after the fit"
             )
-        for move in self.moved:
+        for before, after in self.moved:
             lines.append(
-                f"  {move.prior.meaning}: {_digits(move.prior.typical)} -> {_digits(move.value)} "
-                f"(80 %: {_digits(move.low)} to {_digits(move.high)})"
+                f"  {before.meaning}: {_digits(before.typical)} -> {_digits(after.typical)} "
+                f"(80 %: {_digits(after.low)} to {_digits(after.high)})"
             )
         if not self.moved:
             lines.append("  no prior moved noticeably")
@@ -375,20 +321,18 @@ def _check(step: ObservedStep, asked: Scenario) -> None:
         )
 
 
-def _moved(after: Beliefs) -> list[MovedPrior]:
-    """Return the priors that moved noticeably, the farthest first."""
-    spreads = np.sqrt(np.sum(after.root**2, axis=1))
-    order = np.argsort(-np.abs(after.mean))
+def _moved(after: Beliefs) -> list[tuple[Prior, Prior]]:
+    """Return the priors that moved noticeably, the farthest first, before and after."""
+    spreads = HIGH_Z * np.sqrt(np.sum(after.root**2, axis=1))
     moved = []
-    for index in order:
+    for index in np.argsort(-np.abs(after.mean)):
         prior = after.priors[index]
         mean = after.mean[index]
         if abs(mean) < _MOVED:
             continue
-        low, value, high = (
-            float(prior.at(mean + side * spreads[index])) for side in (-_HIGH, 0, _HIGH)
-        )
-        moved.append(MovedPrior(prior, value, low, high))
+        ends = prior.at(mean + spreads[index] * np.array([-1.0, 0.0, 1.0]))
+        low, typical, high = ends.tolist()
+        moved.append((prior, replace(prior, low=low, typical=typical, high=high)))
     return moved
 
 

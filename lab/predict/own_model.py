@@ -1,17 +1,15 @@
 """A calibration for the reader's own model and nodes, from the time of a step on one of them."""
 
 from dataclasses import replace
-from itertools import accumulate
 
 from common.errors import UserError
 from common.models import MODELS
 from common.utils.registry import choices_text
-from lab.predict.calibration_file import LARGE_STEP, Calibration, GradientShape
-from lab.predict.common_models import common_models
-from lab.predict.compute_model import ComputeModel, ComputeProfile
+from lab.predict.calibration_file import LARGE_STEP, Calibration
+from lab.predict.common_models import TENSORS, common_models, evenly, spread
+from lab.predict.compute_model import ComputeProfile
 from lab.predict.project_models import parts_of
 
-TENSORS = 50  # square matrices of a model of which only the number of parameters is known
 _AS_IN_MODELS = "_cifar10"  # common models that are models of this project
 
 
@@ -56,16 +54,15 @@ def with_own_model(
         return calibration
     if model and model not in MODELS:
         return common_models()[model].of(calibration)
-    batchnorm = None
-    if model:
-        parts = parts_of(model)
-        gradients = parts.gradients
-        batchnorm = parts.batchnorm
-    else:
-        gradients = _equal_matrices(parameters or 0)
-    compute = _spread_by_bytes(calibration.compute, gradients)
+    if parameters:
+        return evenly(parameters, TENSORS).of(calibration)
+    parts = parts_of(name)
     return replace(
-        calibration, model=name, gradients=gradients, compute=compute, batchnorm=batchnorm
+        calibration,
+        model=name,
+        gradients=parts.gradients,
+        compute=spread(calibration.compute, parts.gradients),
+        batchnorm=parts.batchnorm,
     )
 
 
@@ -124,19 +121,3 @@ def _check(
         if model:
             advice += f", or run lab calibrate --model {model}"
         raise UserError(f"the calibration has the compute times of {calibration.model}: {advice}")
-
-
-def _equal_matrices(parameters: float) -> tuple[GradientShape, ...]:
-    """Return the gradients of a model of so many parameters, in up to ``TENSORS`` matrices."""
-    tensors = min(TENSORS, round(parameters))
-    of_a_tensor = parameters / tensors
-    rows = max(1, round(of_a_tensor**0.5))
-    columns = max(1, round(of_a_tensor / rows))
-    return (GradientShape((rows, columns), itemsize=4),) * tensors
-
-
-def _spread_by_bytes(compute: ComputeModel, gradients: tuple[GradientShape, ...]) -> ComputeModel:
-    """Return the compute of a model whose backward makes every byte of gradients equally fast."""
-    ready = tuple(accumulate(gradient.nbytes for gradient in reversed(gradients)))
-    shares = tuple(nbytes / ready[-1] for nbytes in ready)
-    return replace(compute, ready_bytes=ready, ready_shares=shares)

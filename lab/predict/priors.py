@@ -9,7 +9,7 @@ import math
 import random
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
@@ -49,16 +49,6 @@ class Prior:
     def most(self) -> float:
         """The largest value that makes sense: 1 of a share."""
         return 1.0 if self.name.endswith(_SHARES) else math.inf
-
-    def moved(self, z: float) -> "Prior":
-        """Return the prior around its value at ``z``, with a range as wide as before."""
-        factor = float(self.at(z)) / self.typical
-        return replace(
-            self,
-            low=min(self.most, self.low * factor),
-            typical=min(self.most, self.typical * factor),
-            high=min(self.most, self.high * factor),
-        )
 
 
 @dataclass(frozen=True)
@@ -173,16 +163,13 @@ def priors_path() -> Path:
 
 
 @cache
-def load_priors(*, fitted: bool = True) -> tuple[Prior, ...]:
-    """Return the priors in the file's order.
-
-    fitted : as fitted to the published measurements; else as they were before.
-    """
+def load_priors() -> tuple[Prior, ...]:
+    """Return the priors in the file's order."""
     tables: Mapping[str, Mapping[str, Any]] = tomllib.loads(priors_path().read_text())
     priors = []
     for section, entries in tables.items():
         for name, entry in entries.items():
-            low, typical, high = entry.get("fitted", entry["prior"]) if fitted else entry["prior"]
+            low, typical, high = entry["prior"]
             prior = Prior(
                 f"{section}.{name}", low, typical, high, entry["meaning"], entry["source"]
             )

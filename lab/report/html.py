@@ -15,6 +15,7 @@ from pathlib import Path
 import jinja2
 
 from lab.comparison.record import Cell, Comparison
+from lab.html_page import page_template
 from lab.report import tables
 from lab.report.drawings.figure_pages import Drawing
 from lab.report.findings import REACH, ReportFinding, findings
@@ -27,15 +28,8 @@ from lab.report.view import ComparisonGroup, what_is_emulated
 
 @cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"tidy": tidy, "time": lambda text: str(text or "").replace("T", " ")}
-    return environment.get_template("report.html.jinja")
+    file = Path(__file__).with_name("report.html.jinja")
+    return page_template(file, tidy=tidy, time=lambda text: str(text or "").replace("T", " "))
 
 
 @dataclass

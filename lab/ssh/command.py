@@ -146,7 +146,7 @@ def _with_torchrun_flags(
         )
     program = list(typed[:start])
     if typed[0] == "torchrun":  # as a module: no program torchrun need be in PATH
-        program = ["python", "-m", "torch.distributed.run"]
+        program = ["python", "-P", "-m", "torch.distributed.run"]
     return [*program, *_torchrun_flags(typed, nodes), *typed[start:]]
 
 

@@ -5,9 +5,10 @@ models, the strategies with their plans and the calibration come from here, so t
 written twice.
 """
 
+import json
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.errors import UserError
@@ -26,21 +27,22 @@ from lab.predict import (
     calibration_file,
     cli,
     cluster,
+    common_models,
     event_model,
     own_model,
     printing,
     priors,
     scenario,
     tables,
-    validation,
 )
 from lab.predict.calibration_file import Calibration
 from lab.predict.sentences import templates
 from lab.strategy_style import color, marker_outline
 
 FORMAT = 1
-_FAMILIES = {"gloo": "Gloo", "nccl": "NCCL"}
 _LARGEST = sys.float_info.max  # JSON has no infinity
+# How far predictions of published steps were off; benchmarks/predictions.py --write makes it.
+FAMILIES = Path(__file__).with_name("families.json")
 _PRESETS = Path(__file__).with_name("presets.toml")
 
 
@@ -79,28 +81,6 @@ class State(Struct, forbid_unknown_fields=True, kw_only=True):
     measured: str | None = None
 
 
-class PartOfState(Struct, kw_only=True):
-    """What a measurement says of the state; what is unset stays as the reader has it."""
-
-    model: str | UnsetType = UNSET
-    gradient_type: str | UnsetType = UNSET
-    costs: str | UnsetType = UNSET
-    backend: str | UnsetType = UNSET
-    transport: str | UnsetType = UNSET
-    rate_gbit: float | UnsetType = UNSET
-    inside_gbit: float | UnsetType | None = UNSET
-    latency_us: float | UnsetType | None = UNSET
-    step_ms: float | UnsetType = UNSET
-    batch: int | UnsetType = UNSET
-    scaling: str
-    batch_size: int
-    nodes: int
-    ranks_per_node: int
-    bucket_mb: float | UnsetType | None = UNSET
-    strategies: list[str]
-    focus: str
-
-
 @dataclass(frozen=True)
 class MeasuredPoint:
     """The measured step of a strategy on a number of nodes; ``note`` as published."""
@@ -116,7 +96,7 @@ class MeasuredSet:
     """Steps that differ in strategy and number of nodes alone.
 
     about : sentences. family : "gloo" or "nccl"; "" if both are possible. is_published : by others.
-    state : of the page.
+    state : of the page; names that it lacks stay as the reader has them.
     """
 
     id: str
@@ -124,7 +104,7 @@ class MeasuredSet:
     about: str
     family: str
     is_published: bool
-    state: State | PartOfState
+    state: State | Mapping[str, Any]
     points: Sequence[MeasuredPoint]
 
 
@@ -135,56 +115,6 @@ class Preset(Struct):
     title: str
     about: str
     state: State
-
-
-class PageStrategy(Struct):
-    """A strategy with its plan (``plan_data``); marker : an SVG path around (0, 0)."""
-
-    name: str
-    label: str
-    color: str
-    marker: str
-    part: str
-    plan: dict[str, Any]
-
-
-class LeftOut(Struct):
-    """A strategy that the page cannot compute, and why."""
-
-    name: str
-    why: str
-
-
-class PageModel(Struct):
-    """A model's gradients, and after which share of backward they are ready.
-
-    Parameters
-    ----------
-    gradients : equal ones in a row as (how many, shape, bytes of an entry).
-    ready_bytes, ready_shares : of ``ComputeModel``; None where they follow from the gradients: the
-        bytes in the reverse order of the parameters, each made as fast as another.
-    least_samples : of a rank's step.
-    """
-
-    name: str
-    gradients: Sequence[tuple[int, Sequence[int], int]]
-    ready_bytes: Sequence[int] | None
-    ready_shares: Sequence[float] | None
-    least_samples: int
-
-
-class Family(Struct):
-    """How far predictions of measured steps were off: fractions, over the rows of a backend.
-
-    inside : the share of the rows that lie in their 80 % interval.
-    """
-
-    backend: str
-    label: str
-    rows: int
-    median: float
-    p90: float
-    inside: float
 
 
 def page_data(
@@ -212,7 +142,7 @@ def page_data(
         "calibration": _calibration(calibration, is_reference=is_reference),
         "presets": _presets(calibration),
         "sentences": templates(),
-        "families": _families(),
+        "families": json.loads(FAMILIES.read_bytes()),
         "measured": measured,
         "questions": questions,
     }
@@ -240,7 +170,7 @@ def _constants() -> dict[str, Any]:
         "typical_inside_bits": scenario.TYPICAL_INSIDE_BITS,
         "remainder": calibrated_draws.REMAINDER,
         "large_step": calibration_file.LARGE_STEP,
-        "tensors": own_model.TENSORS,
+        "tensors": common_models.TENSORS,
         "gradient_bytes": cli.GRADIENT_BYTES,
         "interval": tables.INTERVAL,
         "purchases": tables.PURCHASES,
@@ -270,33 +200,41 @@ def _draws() -> dict[str, Any]:
 def drawn_names() -> list[str]:
     """Return the strategies that the page can compute."""
     found, _ = _strategies()
-    return [strategy.name for strategy in found]
+    return [strategy["name"] for strategy in found]
 
 
-def _strategies() -> tuple[list[PageStrategy], list[LeftOut]]:
-    """Return the strategies whose plan is data, and the others."""
+def _strategies() -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Return the strategies whose plan is data (``plan_data``), and why others are left out.
+
+    marker : an SVG path around (0, 0).
+    """
     found = []
     left_out = []
     for name, strategy in STRATEGIES.items():
         try:
             plan = plan_data(build_message_plan_from(name, {}))
         except UserError as error:
-            left_out.append(LeftOut(name, str(error)))
+            left_out.append({"name": name, "why": str(error)})
             continue
-        shown = PageStrategy(
-            name=name,
-            label=strategy.label,
-            color=color(name),
-            marker=marker_outline(name),
-            part=strategy.part,
-            plan=plan,
-        )
+        shown = {
+            "name": name,
+            "label": strategy.label,
+            "color": color(name),
+            "marker": marker_outline(name),
+            "part": strategy.part,
+            "plan": plan,
+        }
         found.append(shown)
     return found, left_out
 
 
-def _model(calibration: Calibration, name: str) -> PageModel:
-    """Return a model with the compute times of the calibration, spread as `--model` does."""
+def _model(calibration: Calibration, name: str) -> dict[str, Any]:
+    """Return a model's gradients, and after which share of backward they are ready.
+
+    gradients : equal ones in a row as (how many, shape, bytes of an entry). ready_bytes,
+    ready_shares : of ``ComputeModel``; None where they follow from the gradients: the bytes in the
+    reverse order of the parameters, each made as fast as another. least_samples : of a rank's step.
+    """
     if name != calibration.model:
         calibration = own_model.with_own_model(
             calibration, model=name, parameters=None, step_seconds=1.0, batch=1
@@ -308,12 +246,13 @@ def _model(calibration: Calibration, name: str) -> PageModel:
     in_turn = tuple(accumulate(reversed(sizes)))
     evenly = tuple(nbytes / max(1, in_turn[-1]) for nbytes in in_turn)
     compute = calibration.compute
-    found = PageModel(name, gradients, None, None, _least_samples(calibration))
-    if compute.ready_bytes != in_turn:
-        found.ready_bytes = compute.ready_bytes
-    if compute.ready_shares != evenly:
-        found.ready_shares = compute.ready_shares
-    return found
+    return {
+        "name": name,
+        "gradients": gradients,
+        "ready_bytes": None if compute.ready_bytes == in_turn else compute.ready_bytes,
+        "ready_shares": None if compute.ready_shares == evenly else compute.ready_shares,
+        "least_samples": _least_samples(calibration),
+    }
 
 
 def _least_samples(calibration: Calibration) -> int:
@@ -346,21 +285,3 @@ def _presets(calibration: Calibration) -> list[Preset]:
         entry["state"] = {"model": calibration.model} | entry["state"]
         presets.append(msgspec.convert({"id": name} | entry, Preset))
     return presets
-
-
-def _families() -> list[Family]:
-    """Return how far predictions of the published steps were off, by backend."""
-    found = validation.scores(validation.validate(validation.shipped_rows()))
-    families = []
-    for backend, label in _FAMILIES.items():
-        score = found[backend]
-        family = Family(
-            backend=backend,
-            label=label,
-            rows=score.rows,
-            median=score.median_error,
-            p90=score.p90_error,
-            inside=score.inside,
-        )
-        families.append(family)
-    return families

@@ -336,6 +336,12 @@ const Engine = (() => {
     return { gradients, ready_bytes: null, ready_shares: null, least_samples: 1 };
   };
 
+  /** Return the fewest samples of a rank's step: BatchNorm needs two. */
+  const leastSamples = (data, state) => {
+    const least = modelOf(data, state).least_samples;
+    return state.step_ms === null ? least : Math.min(least, state.batch);
+  };
+
   /** Return the gradients in the order of the parameters, with entries of `itemsize` bytes. */
   const gradientsOf = (model, itemsize) => {
     const found = [];
@@ -473,7 +479,7 @@ const Engine = (() => {
       readiness: readinessOf(model, gradients),
       ownNodes,
       profiles: ownNodes ? ownProfiles(data, state) : data.calibration.profiles,
-      leastSamples: Math.min(model.least_samples, ownNodes ? state.batch : model.least_samples),
+      leastSamples: leastSamples(data, state),
       schedules: new Map(),
     };
   };
@@ -890,7 +896,7 @@ const Engine = (() => {
   // What timeline.js takes a step apart with.
   const parts = { settingOf, scheduleOf, price, computeOf, besidePass, stepSeconds };
 
-  return { row, curve, draws, interval, said, lineTerms, lineSeconds, parts };
+  return {
+    row, curve, draws, interval, said, priorsOf, leastSamples, lineTerms, lineSeconds, parts,
+  };
 })();
-
-if (typeof module !== "undefined") module.exports = Engine;

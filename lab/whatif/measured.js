@@ -51,47 +51,6 @@ const Measured = (() => {
       .map((point) => ({ ...point, note: "", efficiency: efficiency(state, point) }));
   }
 
-  /** Return the bytes of a state's gradients. */
-  function gradientBytes(data, { model, parameters, gradient_type: type }) {
-    const found = data.models.find((entry) => entry.name === model);
-    const entries = found?.gradients.map(([count, shape]) => count * shape.reduce((a, b) => a * b, 1));
-    const sum = entries?.reduce((a, b) => a + b, 0) ?? parameters;
-    return sum * data.constants.gradient_bytes[type];
-  }
-
-  /**
-   * Return how far a set's settings are from a state's: first other backends and transports count,
-   * then how often the bytes, then the rate, then the ranks on a node would have to double.
-   */
-  function distance(data, set, state) {
-    const its = { ...state, ...set.state };
-    const isOther = its.backend !== state.backend || its.transport !== state.transport;
-    const doublings = [
-      gradientBytes(data, its) / gradientBytes(data, state),
-      its.rate_gbit / state.rate_gbit,
-      its.ranks_per_node / state.ranks_per_node,
-    ].map((ratio) => Math.min(9, Math.round(Math.abs(Math.log2(ratio)))));
-    return [Number(isOther), ...doublings].reduce((sum, digit) => 10 * sum + digit, 0);
-  }
-
-  /** Return the set with settings nearest to a state's, of several the shown one; null: no set. */
-  function nearest(data, state) {
-    const distances = data.measured.map((set) => distance(data, set, state));
-    const least = Math.min(...distances);
-    const sets = data.measured.filter((_, index) => distances[index] === least);
-    return sets.find((set) => set.id === state.measured) ?? sets[0] ?? null;
-  }
-
-  /** Return a set and one of its points: of the state's strategy, of as near a number of nodes. */
-  function nearestText(set, state) {
-    const same = set.points.filter(({ strategy }) => strategy === state.focus);
-    const points = same.length > 0 ? same : set.points;
-    const doublings = ({ nodes }) => Math.abs(Math.log2(nodes / state.nodes));
-    const point = points.reduce((best, one) => (doublings(one) < doublings(best) ? one : best));
-    const seconds = Words.duration(point.seconds);
-    return `Nearest measured: ${set.title}: ${point.strategy} took ${seconds} on ${Words.counted(point.nodes, "node")}.`;
-  }
-
   /**
    * Return measured and predicted step of the first points, in seconds, the error as a fraction,
    * and on which side of the band a point lies, with the digits that are shown.
@@ -122,48 +81,7 @@ const Measured = (() => {
 
   // -- the section of the page ------------------------------------------------------------------
 
-  const PARTS = `
-    <div class="field"><label for="measured-set">Show</label><select id="measured-set"></select></div>
-    <p id="measured-nearest"><span></span> <button type="button" class="quiet">Show it</button></p>
-    <p id="measured-about" class="muted"></p>
-    <p id="measured-off" class="note" hidden><span></span> <button type="button">Back to its settings</button></p>
-    <div class="scroll" id="measured-scroll" tabindex="0" role="region" aria-label="Table: measured and predicted steps" hidden><table id="table-measured"></table></div>
-    <p id="measured-sides"></p>
-    <p id="measured-error" class="muted"></p>
-    <details id="measured-notes" class="numbers" hidden><summary>As published</summary><ul></ul></details>
-    <p class="muted">Your own: <code>lab whatif --runs FOLDER</code> writes a page with them.</p>
-    <p id="measured-problem" class="note bad" role="alert" hidden></p>`;
-
   const byId = (id) => document.getElementById(id);
-
-  function made(tag, text, attributes = {}) {
-    const element = Object.assign(document.createElement(tag), attributes);
-    element.textContent = text;
-    return element;
-  }
-
-  function option(set) {
-    return made("option", set.title, { value: set.id });
-  }
-
-  /** Offer all sets, the nearest one first. */
-  function fillChoices(data, first) {
-    const others = data.measured.filter((set) => set !== first);
-    const groups = [
-      ["Nearest to your settings", first ? [first] : []],
-      ["Yours, and this project's", others.filter((set) => !set.is_published)],
-    ];
-    for (const { backend, label } of data.families) {
-      const ofFamily = others.filter((set) => set.is_published && set.family === backend);
-      groups.push([`Published, ${label}`, ofFamily]);
-    }
-    byId("measured-set").replaceChildren(made("option", "nothing measured", { value: "" }));
-    for (const [label, sets] of groups) {
-      const group = Object.assign(document.createElement("optgroup"), { label });
-      group.append(...sets.map(option));
-      if (sets.length) byId("measured-set").append(group);
-    }
-  }
 
   /** Show a set: the state becomes the set's, as far as it says one. */
   function choose(data, id) {
@@ -202,27 +120,17 @@ const Measured = (() => {
   function fillNotes(set) {
     const notes = (set?.points ?? []).filter((point) => point.note !== "");
     const items = notes.map(({ strategy, nodes, note }) => (
-      made("li", `${strategy} on ${Words.counted(nodes, "node")}: ${note}`)));
+      Page.cell("li", `${strategy} on ${Words.counted(nodes, "node")}: ${note}`)));
     byId("measured-notes").hidden = items.length === 0;
     byId("measured-notes").querySelector("ul").replaceChildren(...items);
   }
 
-  const shown = { key: null, id: null, nearest: undefined };
-
-  /** Name the nearest set, and offer it first. */
-  function followNearest(data, state) {
-    const first = nearest(data, state);
-    if (first !== shown.nearest) fillChoices(data, first);
-    shown.nearest = first;
-    byId("measured-nearest").hidden = first === null || first.id === state.measured;
-    byId("measured-nearest").firstChild.textContent = first === null ? "" : nearestText(first, state);
-  }
+  const shown = { key: null, id: null };
 
   /** Follow the page's state: the table of the chosen set, or why its points are not drawn. */
   function follow(data) {
     const state = Page.state();
     const set = setCalled(data, state.measured);
-    followNearest(data, state);
     byId("measured-set").value = set?.id ?? "";
     const differing = set === null ? [] : differences(set, state);
     const hasTable = set !== null && differing.length === 0;
@@ -246,21 +154,18 @@ const Measured = (() => {
   function stated(data, set, state) {
     const family = Words.error(data, { ...state, costs: "typical", backend: set.family || state.backend });
     if (!set.is_published) return family;
-    return `${family} That error predicts each group without its own rows, and with the step of one node where it was measured; this page's priors were fitted to all of them.`;
+    return `${family} That error is of predictions with the step of one node where it was measured.`;
   }
 
   function listen(data) {
     byId("measured-set").addEventListener("change", (event) => choose(data, event.target.value));
     byId("measured-off").querySelector("button")
       .addEventListener("click", () => choose(data, Page.state().measured));
-    byId("measured-nearest").querySelector("button")
-      .addEventListener("click", () => choose(data, shown.nearest.id));
     document.addEventListener("drawn", () => follow(data));
   }
 
-  /** Fill the section; the first of the reader's own sets that came with the page is shown. */
+  /** Begin to follow the page; the first of the reader's own sets that came with the page is shown. */
   function start(data) {
-    byId("measured").insertAdjacentHTML("beforeend", PARTS);
     listen(data);
     byId("measured-problem").textContent = data.problem;
     byId("measured-problem").hidden = data.problem === null;
@@ -269,8 +174,5 @@ const Measured = (() => {
     else follow(data);
   }
 
-  return {
-    start, setCalled, points, compared, sidesText, nearest, nearestText, differences, choose,
-  };
+  return { start, setCalled, points, compared, sidesText, differences, choose };
 })();
-if (typeof module !== "undefined") module.exports = Measured;

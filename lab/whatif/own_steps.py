@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from common.say import count
@@ -20,7 +21,7 @@ from lab.comparison.record import Cell, Comparison, LinkRate, read_comparison
 from lab.predict.observed import ObservedStep, read_observed
 from lab.predict.own_model import model_names
 from lab.units import parse_rate
-from lab.whatif.data import MeasuredPoint, MeasuredSet, PartOfState, drawn_names
+from lab.whatif.data import MeasuredPoint, MeasuredSet, drawn_names
 
 _SHIPPED = REPOSITORY / "reports/samples/compare-digits-1gbit"
 _MOST_NODES = 4096  # as in the page's field
@@ -272,35 +273,28 @@ def _is_known(model: str | None) -> bool:
     return model in model_names()
 
 
-def _state(measurement: _Measurement, batch: _Batch) -> PartOfState:
+def _state(measurement: _Measurement, batch: _Batch) -> dict[str, Any]:
     """Return what these steps say of the page's state."""
     first = batch.steps[0]
     drawn = {step.strategy for step in batch.steps}
     strategies = [name for name in STRATEGIES if name in drawn]
-    state = PartOfState(
-        ranks_per_node=first.ranks_per_node,
-        scaling=batch.scaling,
-        batch_size=batch.size,
-        nodes=max(step.nodes for step in batch.steps),
-        strategies=strategies,
-        focus=strategies[-1],
-    )
+    state: dict[str, Any] = {
+        "ranks_per_node": first.ranks_per_node,
+        "scaling": batch.scaling,
+        "batch_size": batch.size,
+        "nodes": max(step.nodes for step in batch.steps),
+        "strategies": strategies,
+        "focus": strategies[-1],
+    }
     if first.model is not None and _is_known(first.model):
-        state.model = first.model
-        state.gradient_type = "fp32"
-        state.bucket_mb = None
+        state |= {"model": first.model, "gradient_type": "fp32", "bucket_mb": None}
     if first.rate_bits is not None:
-        state.rate_gbit = first.rate_bits / 1e9
-        state.latency_us = None
-        state.inside_gbit = None
+        state |= {"rate_gbit": first.rate_bits / 1e9, "latency_us": None, "inside_gbit": None}
     if measurement.backend is not None:
-        state.costs = "typical"
-        state.backend = measurement.backend
-        state.transport = "tcp"
+        state |= {"costs": "typical", "backend": measurement.backend, "transport": "tcp"}
     if measurement.one_rank is not None:
-        state.costs = "typical"
-        state.step_ms = float(f"{1e3 * measurement.one_rank.seconds:.5g}")
-        state.batch = measurement.one_rank.samples
+        step_ms = float(f"{1e3 * measurement.one_rank.seconds:.5g}")
+        state |= {"costs": "typical", "step_ms": step_ms, "batch": measurement.one_rank.samples}
     return state
 
 

@@ -210,16 +210,13 @@ const Page = (() => {
       return [columns, rows];
     },
     priors() {
-      const sections = ["any", state.backend, `${state.backend}-${state.transport}`];
       const columns = [
         ["what", "text"], ["low", "number"], ["typical", "number"], ["high", "number"],
         ["source", "text"],
       ];
-      const rows = data.priors
-        .filter((prior) => sections.includes(prior.name.split(".")[0]))
-        .map((prior) => [
-          prior.meaning, ...[prior.low, prior.typical, prior.high].map(Words.three), prior.source,
-        ]);
+      const rows = Engine.priorsOf(data, state).map(({ prior }) => [
+        prior.meaning, ...[prior.low, prior.typical, prior.high].map(Words.three), prior.source,
+      ]);
       byId("about-priors").textContent =
         state.costs === "typical"
           ? "80 % of clusters lie between low and high. The bands are drawn from these."
@@ -342,7 +339,7 @@ const Page = (() => {
     const ranks = wanted.nodes * wanted.ranks_per_node;
     const { least, most } = State.FIELDS.batch_size;
     const size = wanted.scaling === "strong" ? state.batch_size * ranks : state.batch_size / ranks;
-    const fewest = Math.max(least, State.leastSamples(data, wanted));
+    const fewest = Math.max(least, Engine.leastSamples(data, wanted));
     return Math.min(most, Math.max(fewest, Math.ceil(size)));
   }
 
@@ -546,6 +543,5 @@ const Page = (() => {
 
   document.addEventListener("DOMContentLoaded", start);
 
-  return { show, back, draw, say, fill, state: () => State.copy(state), data: () => data };
+  return { show, back, draw, say, fill, cell, state: () => State.copy(state), data: () => data };
 })();
-if (typeof module !== "undefined") module.exports = Page;

@@ -1,32 +1,22 @@
 """Write the page of ``lab whatif``: one file with its data, its scripts and its style.
 
-``write_page`` gathers the data, ``render`` puts it into the template, and ``preset_rows`` has the
-numbers that a reader without JavaScript sees. The page can neither load nor run anything else: its
-Content-Security-Policy names the hashes of its own scripts and of its style.
+``write_page`` gathers the data, ``render`` puts it into the template. The page can neither load nor
+run anything else: its Content-Security-Policy names the hashes of its own scripts and of its style.
 """
 
-import base64
-import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import msgspec
 from markupsafe import Markup
 
-from common.say import bytes_text, duration_text, range_text
+from common.say import bytes_text
 from common.utils.atomic_files import write_atomically
-from lab.predict.calibration_file import Calibration, calibration_path, find_calibration
-from lab.predict.cli import GRADIENT_BYTES
-from lab.predict.cluster import TypicalCluster, typical_latency
-from lab.predict.own_model import with_gradient_bytes, with_own_model
-from lab.predict.scenario import Scenario
-from lab.predict.tables import PredictedStep, message_plans, predict_table
-from lab.whatif.data import State, page_data
+from lab.html_page import content_policy, page_template
+from lab.predict.calibration_file import calibration_path, find_calibration
+from lab.whatif.data import page_data
 from lab.whatif.measured import published_sets
 from lab.whatif.own_steps import OwnSteps, shipped_sets, with_own_ids
 from lab.whatif.questions import load_questions
@@ -68,32 +58,23 @@ def write_page(path: Path, *, calibration_file: Path | None, own: OwnSteps) -> i
     data["problem"] = " ".join(own.problems) or None
     default = _REFERENCE if is_reference else calibration_path()
     data["calibration"]["path"] = str(calibration_file or default)
-    content = render(data, calibration).encode()
+    content = render(data).encode()
     write_atomically(path, content)
     return len(content)
 
 
-def render(data: Mapping[str, Any], calibration: Calibration) -> str:
+def render(data: Mapping[str, Any]) -> str:
     """Return the page. jinja2 escapes every text; scripts, style and data stay as they are."""
     style = "".join(_file(f"{name}.css") for name in _STYLES)
     scripts = [_file(f"{name}.js") for name in _SCRIPTS]
-    policy = [
-        "default-src 'none'",
-        f"script-src {' '.join(map(_hash, scripts))}",
-        f"style-src {_hash(style)}",
-        "img-src data: blob:",
-        "base-uri 'none'",
-        "form-action 'none'",
-    ]
-    return _template().render(
+    return page_template(_HERE / "page.html.jinja").render(
         data=data,
-        policy=Markup("; ".join(policy)),
+        policy=content_policy(scripts, [style]),
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         json=Markup(_json(data)),
         models=[*map(_model_choice, data["models"]), ("own", "your own")],
         strategies=[*map(_strategy_choice, data["strategies"])],
-        preset_rows=list(preset_rows(data["presets"], calibration)),
     )
 
 
@@ -117,93 +98,7 @@ def _file(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
-    """Return what names a block in the policy."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
 def _json(data: Mapping[str, Any]) -> str:
     """Return the data so that no text in it ends the block or begins a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c")
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.jinja")
-
-
-def preset_rows(
-    presets: Sequence[Mapping[str, Any]], calibration: Calibration
-) -> Iterator[dict[str, str]]:
-    """Yield a row for each preset and strategy: its step, its 80 % range and its speed-up."""
-    for preset in presets:
-        state = msgspec.convert(preset["state"], State)
-        for step in steps_of(state, calibration):
-            yield {
-                "preset": preset["title"],
-                "strategy": step.sync,
-                "nodes": f"{step.nodes:,}",
-                "step": duration_text(step.prediction.step_seconds),
-                "range": range_text(step.low_seconds, step.high_seconds),
-                "speedup": f"{step.speedup:.2f}",
-            }
-
-
-def steps_of(state: State, calibration: Calibration) -> list[PredictedStep]:
-    """Return a row of ``lab predict`` for each of the state's strategies."""
-    options = {"bucket_mb": state.bucket_mb, "ranks_per_node": state.ranks_per_node}
-    plans = message_plans(state.strategies, options)
-    return predict_table([state.nodes], plans, scenario_of(state, calibration))
-
-
-def scenario_of(state: State, calibration: Calibration) -> Scenario:
-    """Return what ``lab predict`` predicts with the flags of this state."""
-    step_seconds = _in_units(state.step_ms, 1e-3)
-    samples = None if step_seconds is None else state.batch
-    model: str | None = state.model
-    parameters = None
-    if model == "own":
-        model = None
-        parameters = state.parameters
-    of_model = with_own_model(
-        calibration, model=model, parameters=parameters, step_seconds=step_seconds, batch=samples
-    )
-    rate_bits = 1e9 * state.rate_gbit
-    latency = _in_units(state.latency_us, 1e-6)
-    cluster = None
-    if state.costs == "typical":
-        cluster = TypicalCluster.of(state.backend, state.transport)
-    elif latency is None:
-        latency = typical_latency(rate_bits)
-    inside_bits = None
-    if state.ranks_per_node > 1:
-        inside_bits = _in_units(state.inside_gbit, 1e9)
-    return Scenario(
-        calibration=with_gradient_bytes(of_model, GRADIENT_BYTES[state.gradient_type]),
-        batch_size=state.batch_size,
-        scaling=state.scaling,
-        rate_bits=rate_bits,
-        latency_seconds=latency,
-        ranks_per_node=state.ranks_per_node,
-        inside_bits=inside_bits,
-        own_nodes=step_seconds is not None,
-        cluster=cluster,
-        step_seconds=step_seconds,
-        step_samples=samples,
-    )
-
-
-def _in_units(value: float | None, unit: float) -> float | None:
-    """Return a value times its unit; None for None."""
-    if value is None:
-        return None
-    return value * unit

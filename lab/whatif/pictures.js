@@ -7,16 +7,6 @@
  * are attributes with the page's variables --ink, --paper, --muted and --faint, so that a saved
  * file can have their values.
  *
- * @typedef {{name: string, color: string, marker: string}} Strategy
- *     of data.strategies; the marker is an SVG path around (0, 0), about 1 wide
- *
- * @typedef {{kind: string, nbytes: number, count: number, begin: number, end: number,
- *     ready: number, exposed: number[][]}} Message
- *     seconds; nbytes: of each of its `count` messages
- * @typedef {{total_seconds: number, mean_seconds: number, about: string, messages: Message[],
- *     exposed: number[][], passes: {name: string, begin: number, end: number}[]}} Timeline
- *     as Timeline.timeline returns it
- *
  * @typedef {{nodes: number, step_seconds: number, efficiency: number, low_seconds: ?number,
  *     high_seconds: ?number, low_efficiency: ?number, high_efficiency: ?number}} Point
  *     an entry of Engine.curve; without low_… and high_… it has no band
@@ -25,9 +15,6 @@
  * @typedef {{nodes: number, focus: string, curves: {strategy: string, points: Point[]}[],
  *     measured: Measured[]}} Scaling
  *     nodes: the reader's, at which each curve has a point; focus: the strategy whose line is thick
- *
- * @typedef {{strategy: string, bytes_sent_root: number, bytes_sent_others: number}} Sent
- *     a row of Engine.row with its strategy
  */
 const Pictures = (() => {
   const NAMESPACE = "http://www.w3.org/2000/svg";
@@ -351,7 +338,7 @@ const Pictures = (() => {
    *
    * @param {SVGElement} svg
    * @param {object} data of the page; not used
-   * @param {{strategy: string, nodes: number, timeline: Timeline}} model
+   * @param {{strategy: string, nodes: number, timeline: Object}} model of Timeline.timeline
    */
   function timeline(svg, data, model) {
     show(svg, `One step of ${model.strategy}`, (drawing) => paintTimeline(drawing, model));
@@ -537,7 +524,7 @@ const Pictures = (() => {
    * Draw the time of a step against the number of nodes; both axes are logarithmic.
    *
    * @param {SVGElement} svg
-   * @param {{strategies: Strategy[]}} data
+   * @param {object} data of the page
    * @param {Scaling} model
    */
   function steps(svg, data, model) {
@@ -697,8 +684,8 @@ const Pictures = (() => {
    * Draw what rank 0 and each other rank send in a step.
    *
    * @param {SVGElement} svg
-   * @param {{strategies: Strategy[]}} data
-   * @param {{rows: Sent[]}} model
+   * @param {object} data of the page
+   * @param {{rows: Object[]}} model rows of Engine.row with their strategy
    */
   function bytes(svg, data, model) {
     show(svg, "Bytes sent in a step", (drawing) => paintBytes(drawing, data, model));
@@ -767,4 +754,3 @@ const Pictures = (() => {
 
   return { timeline, steps, efficiency, bytes, mark, save };
 })();
-if (typeof module !== "undefined") module.exports = Pictures;

@@ -437,5 +437,3 @@ const Plans = (() => {
   const known = { VALUES, CONDITIONS, PIECES, PATTERNS }; // all that a plan may name
   return { operations, sender, known };
 })();
-
-if (typeof module !== "undefined") module.exports = Plans;

@@ -6,12 +6,8 @@
  *
  * Read downward: quantities, a question's answer and sentences, and the section of the page. All
  * but the section touches no DOM. Guesses live in this page alone.
+ * questions.py describes a Question and what is Asked.
  *
- * @typedef {{quantity: string, strategy: string, than: Object, changes: Object, change: ?string,
- *     unit: string}} Asked as in questions.py
- * @typedef {{id: string, lesson: string, text: string, start: string,
- *     changes: Object, asked: Asked, unit: string, range: [number, number], measured: ?string,
- *     explanation: string, values: Object<string, Asked>}} Question
  * @typedef {{value: number, range: ?[number, number]}} Quantity range: of 80 % of clusters
  * @typedef {{value: number, range: ?[number, number], measured: ?number}} Answer in the unit
  */
@@ -226,23 +222,6 @@ const Questions = (() => {
 
   // -- the section of the page ------------------------------------------------------------------
 
-  const PARTS = `
-    <div id="question-intro"><p id="question-about"></p><p><button type="button" id="question-start">Start</button></p></div>
-    <form id="question-form" novalidate hidden>
-      <h3 id="question-title" tabindex="-1"></h3>
-      <p id="question-text"></p>
-      <p class="buttons"><label for="guess">Your guess</label> <input id="guess" type="text" inputmode="decimal" autocomplete="off" aria-describedby="guess-unit guess-problem"> <span id="guess-unit"></span> <button type="submit">Commit</button></p>
-      <p id="guess-problem" class="problem" role="alert" hidden></p>
-    </form>
-    <div id="question-result" tabindex="-1" hidden>
-      <p id="question-verdict" class="verdict"></p>
-      <p id="question-why"></p>
-      <p id="question-source" class="muted"></p>
-      <p id="question-lesson" class="muted"></p>
-    </div>
-    <p class="buttons" id="question-buttons" hidden><button type="button" id="question-next">Next question</button> <button type="button" id="question-leave">Leave the questions</button></p>
-    <p id="question-score" class="muted" hidden><span></span> <button type="button" class="quiet" id="copy-guesses">Copy them as a line</button> <output></output></p>`;
-
   const HIDDEN = ["controls", "answer", "pictures", "measured", "sources", "share"];
 
   const byId = (id) => document.getElementById(id);
@@ -347,10 +326,8 @@ const Questions = (() => {
     }
   }
 
-  /** Fill the section. */
   function start(data) {
     Object.assign(play, { data, at: 0, guesses: [], place: byId("sources") });
-    byId("questions").insertAdjacentHTML("beforeend", PARTS);
     byId("question-start").addEventListener("click", ask);
     byId("question-next").addEventListener("click", ask);
     byId("question-leave").addEventListener("click", leave);
@@ -364,4 +341,3 @@ const Questions = (() => {
     line,
   };
 })();
-if (typeof module !== "undefined") module.exports = Questions;

@@ -4,27 +4,7 @@
  * What the reader has chosen: a plain object, checked here, written into the page's link and into a
  * `lab predict` command. A link holds what differs from the first preset, and ends in "end", so
  * that a link that was cut is noticed. Touches no DOM.
- *
- * @typedef {Object} State
- * @property {string} model a model's name, or "own"
- * @property {number} parameters of the model "own"
- * @property {string} gradient_type "fp32", "fp16" or "bf16"
- * @property {string} costs "typical" or "calibrated"
- * @property {string} backend "nccl" or "gloo"
- * @property {string} transport "tcp" or "rdma"
- * @property {number} rate_gbit of a node's link, Gbit/s
- * @property {?number} inside_gbit between two ranks of a node, Gbit/s; null: typical
- * @property {?number} latency_us of a message on the link, microseconds; null: typical
- * @property {?number} step_ms one rank's step of `batch` samples; null: as calibrated
- * @property {number} batch samples of that step
- * @property {string} scaling "weak" or "strong"
- * @property {number} batch_size samples of a rank (weak), or of all ranks (strong)
- * @property {number} nodes
- * @property {number} ranks_per_node
- * @property {?number} bucket_mb MiB; null: the strategy's default
- * @property {string[]} strategies those to draw
- * @property {string} focus the strategy of the timeline and of the sentence
- * @property {?string} measured the id of the measured points to show
+ * data.py describes a State.
  */
 const State = (() => {
   const END = "end";
@@ -80,13 +60,6 @@ const State = (() => {
     return null;
   }
 
-  /** Return the fewest samples of a rank's step: BatchNorm needs two. */
-  function leastSamples(data, state) {
-    const model = data.models.find((entry) => entry.name === state.model);
-    const least = model ? model.least_samples : 1;
-    return state.step_ms === null ? least : Math.min(least, state.batch);
-  }
-
   function named(name, value, names) {
     if (names.includes(value)) return null;
     return { field: name, text: `${FIELDS[name].label}: ${value} is not in this page.` };
@@ -122,7 +95,7 @@ const State = (() => {
       const text = `Step time: only that of ${own} is calibrated; type the time of your step.`;
       return { field: "step_ms", text };
     }
-    const least = leastSamples(data, state);
+    const least = Engine.leastSamples(data, state);
     if (state.batch_size < least) {
       const text = `Batch size: got ${state.batch_size}, give ${least} or more: BatchNorm needs it.`;
       return { field: "batch_size", text };
@@ -250,6 +223,5 @@ const State = (() => {
     return words.map((word) => quoted(String(word))).join(" ");
   }
 
-  return { FIELDS, defaults, copy, same, problem, check, encode, decode, command, leastSamples };
+  return { FIELDS, defaults, copy, same, problem, check, encode, decode, command };
 })();
-if (typeof module !== "undefined") module.exports = State;

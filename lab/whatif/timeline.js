@@ -140,5 +140,3 @@ const Timeline = (() => {
 
   return { timeline, terms };
 })();
-
-if (typeof module !== "undefined") module.exports = Timeline;

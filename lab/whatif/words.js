@@ -183,11 +183,8 @@ const Words = (() => {
   }
 
   /** Return a prior of the state's backend and transport, or undefined. */
-  function priorOf(data, state, name) {
-    const sections = [`${state.backend}-${state.transport}`, state.backend, "any"];
-    const wanted = sections.map((section) => `${section}.${name}`);
-    return data.priors.find((prior) => wanted.includes(prior.name));
-  }
+  const priorOf = (data, state, name) =>
+    Engine.priorsOf(data, state).find(({ path }) => path[1] === name)?.prior;
 
   const typical = (data, state, name) => priorOf(data, state, name)?.typical;
 
@@ -311,7 +308,7 @@ const Words = (() => {
     if (state.scaling === "weak") {
       return `${counted(state.batch_size, "sample")} a rank, ${grouped(ranks * state.batch_size)} in all`;
     }
-    const all = Math.max(state.batch_size, ranks * State.leastSamples(data, state));
+    const all = Math.max(state.batch_size, ranks * Engine.leastSamples(data, state));
     const owners = state.ranks_per_node === 1 ? "nodes" : "ranks";
     const most = all % ranks === 0 ? "" : "up to ";
     return `${counted(all, "sample")} over ${grouped(ranks)} ${owners}, ${most}${grouped(Math.ceil(all / ranks))} each`;
@@ -333,4 +330,3 @@ const Words = (() => {
     sentence, sentenceOf, softwareLimit, limits, error, batch, about, bestPurchases,
   };
 })();
-if (typeof module !== "undefined") module.exports = Words;

@@ -107,6 +107,31 @@ class Chromium:
             context.close()
 
 
+# Ways in which a stranger's text would run if a template did not escape it.
+_INJECTED = """<script>window.ran = "script"</script>
+<img src="data:,x" alt="" onerror="window.ran = 'handler'">
+<svg onload="window.ran = 'svg'"></svg>
+<iframe srcdoc="<script>parent.ran = 'frame'</script>"></iframe>
+<a id="injected" href="javascript:window.ran = 'link'">link</a>
+<form id="sends" action="http://127.0.0.1:9/" method="post"></form>
+<script src="data:text/javascript,window.ran = 'source'"></script>
+"""
+
+
+def refuse_strangers(browser: Chromium, path: Path) -> None:
+    """Assert that a browser runs nothing that is put into a page, and that it sends no form."""
+    text = path.read_text(encoding="utf-8")
+    assert text.count("<main") == 1
+    hostile = path.with_name(f"injected-{path.name}")
+    hostile.write_text(text.replace("<main", f"{_INJECTED}<main"), encoding="utf-8")
+    with browser.page(hostile, refused="Content Security Policy") as page:
+        page.locator("#injected").click()
+        page.evaluate("document.getElementById('sends').submit()")
+        page.wait_for_timeout(300)
+        assert page.evaluate("window.ran") is None
+        assert page.url == hostile.as_uri()
+
+
 def _listen(page: Page) -> list[str]:
     """Return a list into which the page's problems go."""
     problems: list[str] = []

@@ -84,7 +84,6 @@ CHECKS = {
     "predict --nodes 10000 ": slow(prints=r"54\.2 %(.|\n)*98\.7 %"),
     "predict --nodes 8 .*--calibration": quick(prints=r"ddp +8 +652 ms(.|\n)*powersgd +8 +237 ms"),
     "predict .*--fit": slow(prints=r"gather_scatter +4 +1\.4"),
-    "predict --validate": quick(prints=r"all +62"),
     "lab predict": quick(prints="No network can bring"),
     "lab whatif --open": Elsewhere("opens a browser; test_page.py in tests/lab/whatif does it"),
     "lab whatif --runs": quick(prints="whatif.html"),
@@ -140,6 +139,7 @@ CHECKS = {
     "^ip ": quick(prints=r"127\.0\.0\.1/8"),
     "^source|^export": quick(),
     # benchmarks
+    r"benchmarks/predictions\.py": quick(prints=r"all +62"),
     "train_step|loader": long(cifar=True),
     "audit_overhead": long("--pairs 1 --steps 2"),
     "benchmarks/sync": long("--rounds 2 --pairs 2"),

@@ -22,19 +22,6 @@ _WITHOUT_ELEMENTS = (
 )
 
 
-def run_script(name: str, expression: str, given: Any) -> Any:
-    """Return the value of a JavaScript expression of ``it``, one of the page's scripts.
-
-    name : of the script, "state". given : JSON values, ``given`` in the expression.
-    """
-    path = Path(ROOT, "lab", "whatif", f"{name}.js")
-    program = (
-        f"const it = require({json.dumps(str(path))}); const given = {_READ};"
-        f"process.stdout.write(JSON.stringify({expression}));"
-    )
-    return _run(program, given, _LIMIT)
-
-
 def run_scripts(expression: str, given: Any, *, limit: float = _LIMIT) -> Any:
     """Return the value of a JavaScript expression in one scope with the page's scripts.
 

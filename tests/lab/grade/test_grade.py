@@ -16,6 +16,7 @@ from lab.grade import grade as grading
 from lab.grade.facts import Facts
 from lab.grade.findings import lesson_of
 from lab.grade.rubric import FOLDER
+from tests.helpers.browser import chromium, needs_browser, refuse_strangers
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import wait_until
 from tests.lab.grade.conftest import RUBRIC
@@ -288,6 +289,31 @@ def test_the_audits_page_has_the_colour_of_the_mark_and_no_advice_on_the_audits_
         notes[name] = re.findall(r'class="(verdict|note bad|note)"', page)[0]
     full = "verdict"
     assert notes == {"set": full, "open": "note", "half": "note bad", "accepted": full}
+
+
+@needs_browser
+def test_the_pages_run_their_own_scripts_alone(grade, ran, tmp_path):
+    """The class's, a student's and an audit's, with a title and names that are HTML."""
+    title = "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'>"
+    rubric = RUBRIC.replace("A course", title).replace("Part 2: by hand", title)
+    grade(
+        {name: {"part2": "right"} for name in ("ada", "<img onerror=1>")},
+        "--no-sandbox",
+        rubric=rubric,
+    )
+    of_class = tmp_path / "out/class.html"
+    with chromium() as browser:
+        with browser.page(of_class) as page:  # which fails for anything that a policy refuses
+            rows = page.locator("#rows tr:visible")
+            assert rows.count() == 2
+            page.locator("input[type=search]").fill("ada")
+            assert rows.count() == 1
+            assert page.evaluate("window.ran") is None
+        refuse_strangers(browser, of_class)
+        for path in (tmp_path / "out/submissions/ada").glob("*.html"):
+            with browser.page(path) as page:
+                assert page.evaluate("window.ran") is None
+            refuse_strangers(browser, path)
 
 
 WRONG = {

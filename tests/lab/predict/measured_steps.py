@@ -1,4 +1,4 @@
-"""Small files of measured steps for the tests of ``lab predict --validate``."""
+"""Small files of measured steps for the tests of published steps and their scores."""
 
 import csv
 import io

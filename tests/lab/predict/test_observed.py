@@ -9,8 +9,9 @@ from common.errors import UserError
 from lab.cli import main
 from lab.predict.fitting import fit
 from lab.predict.observed import read_observed
+from lab.predict.priors import Beliefs, load_priors
+from lab.predict.published import published_path, read_published
 from lab.predict.tables import interval
-from lab.predict.validation import fitted_without_each, shipped_rows
 from tests.lab.predict.measured_runs import run_folder
 
 OWN_STEP = ["--step-time", "2.522s", "--batch", "256", "--model", "vgg11", "--scaling", "strong"]
@@ -119,8 +120,8 @@ def test_a_row_may_have_a_rate_and_ranks_of_its_own(tmp_path):
         ("4,allreduce,256,1.0\n", "did you mean all_reduce"),
         ("4,all_reduce,256,soon\n", "step_seconds: got 'soon'"),
         ("4.5,all_reduce,256,1.0\n", "give a whole number"),
-        ("4,all_reduce,256\n", "step_seconds: got None"),
-        ("4,all_reduce,256,1,5\n", "more fields"),
+        ("4,all_reduce,256\n", "step_seconds: got ''"),
+        ("4,all_reduce,256,1,5\n", "5 values for 4 columns"),
         ("4,all_reduce,256,100\n", "no Gloo over TCP explains"),
         ("4,all_reduce,2,1.0\n", "too few samples"),
         ("200000,all_reduce,256,1.0\n", "give 2 to 100,000"),
@@ -165,9 +166,9 @@ def test_other_files_and_folders_are_named(tmp_path, capsys):
 
 
 def test_one_step_of_a_setting_halves_the_error_of_the_others():
-    """On the published steps, whose groups the priors do not know here."""
-    rows = shipped_rows()
-    beliefs = fitted_without_each(rows)
+    """On the published steps, to which no prior is fitted."""
+    rows = read_published(published_path())
+    known = Beliefs.of(load_priors())
 
     def setting(row):
         own = (row.one_rank_step_s, row.one_rank_batch, row.grad_megabytes)
@@ -175,7 +176,6 @@ def test_one_step_of_a_setting_halves_the_error_of_the_others():
 
     before, after, inside = [], [], []
     for given in rows:
-        known = beliefs[given.group]
         others = [row for row in rows if row is not given and setting(row) == setting(given)]
         if not others:
             continue

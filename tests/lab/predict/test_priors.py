@@ -1,21 +1,15 @@
-"""Priors: their ranges, their draws, and the values that were fitted to measured steps."""
-
-import shutil
-import tomllib
+"""Priors: their ranges and their draws."""
 
 import numpy as np
 import pytest
 
-from lab.predict.fit_priors import write_fitted
 from lab.predict.priors import (
     DRAWS,
     Beliefs,
     Prior,
     load_priors,
     normal_draws,
-    priors_path,
 )
-from lab.predict.validation import fitted_to, shipped_rows
 
 NINTH = 1.2815515655446004  # z of the 90 % quantile
 PRIOR = Prior("any.value", 2.0, 4.0, 32.0, "", "")
@@ -25,14 +19,6 @@ def test_low_typical_and_high_are_the_10_50_and_90_percent_quantiles():
     assert PRIOR.at(np.array([-NINTH, 0.0, NINTH])) == pytest.approx([2, 4, 32])
     assert PRIOR.at(NINTH / 3) == pytest.approx(8)
     assert PRIOR.at(-2 * NINTH) == pytest.approx(1)
-
-
-def test_a_prior_moves_with_its_range_and_a_share_stays_below_1():
-    moved = PRIOR.moved(NINTH / 3)
-    assert (moved.low, moved.typical, moved.high) == pytest.approx((4, 8, 64))
-    for name in ("nccl.overlap_cost", "nccl-tcp.line_share", "any.fixed_share"):
-        share = Prior(name, 0.5, 0.8, 0.9, "", "").moved(NINTH)
-        assert (share.typical, share.high) == pytest.approx((0.9, 1.0))
 
 
 def test_draws_are_a_latin_hypercube_and_always_the_same():
@@ -62,26 +48,7 @@ def test_drawn_values_have_the_quantiles_of_their_priors():
 
 
 def test_every_prior_has_an_ordered_range_a_meaning_and_a_source():
-    for prior in (*load_priors(), *load_priors(fitted=False)):
+    for prior in load_priors():
         assert 0 < prior.low <= prior.typical <= prior.high <= prior.most
         assert prior.meaning
         assert prior.source
-
-
-def test_the_file_holds_what_the_measured_steps_say(tmp_path):
-    """If the formulas, a prior or published.csv change: python -m lab.predict.fit_priors."""
-    found = fitted_to(shipped_rows()).priors
-    assert len(found) == len(load_priors())
-    for shipped, fitted in zip(load_priors(), found, strict=True):
-        expected = (fitted.low, fitted.typical, fitted.high)
-        assert shipped.name == fitted.name
-        assert (shipped.low, shipped.typical, shipped.high) == pytest.approx(expected, rel=0.01)
-    entries = [
-        entry for part in tomllib.loads(priors_path().read_text()).values() for entry in part
-    ]
-    assert len(entries) == len(found)
-
-    copy = tmp_path / "priors.toml"
-    shutil.copy(priors_path(), copy)
-    write_fitted(copy, {prior.name: prior for prior in found})
-    assert copy.read_text() == priors_path().read_text()

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
+from benchmarks.predictions import scores, validate
 from common.errors import UserError
 from common.sync import STRATEGIES
 from lab.predict.common_models import common_models, model_called
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import published_path, read_published
-from lab.predict.validation import scores, validate
 from tests.lab.predict.measured_steps import COLUMNS, table
 
 
@@ -142,7 +142,7 @@ def test_rows_of_any_cluster_are_predicted_at_once(read):
     chosen = random.Random(45)
     choices = {
         "model": ["BERT-Large", "Wide & Deep", "ResNet-152 v1", ""],
-        "grad_megabytes": ["0.01", "100", "1340", "5000"],
+        "grad_megabytes": ["0.0000001", "0.01", "100", "1340", "5000"],
         "ranks_per_node": ["1", "8", "16"],
         "nodes": ["1", "2", "8", "64"],
         "rate_gbit": ["", "0.1", "25", "400"],

@@ -5,7 +5,13 @@ import re
 import pytest
 
 from lab.report import write_report
-from tests.helpers.browser import chromium, needs_browser, seen_texts, sticking_out
+from tests.helpers.browser import (
+    chromium,
+    needs_browser,
+    refuse_strangers,
+    seen_texts,
+    sticking_out,
+)
 from tests.helpers.report_samples import cell, results
 
 pytestmark = needs_browser
@@ -61,6 +67,10 @@ def test_phone_and_dark_wide_screen(browser, report, width, dark, smallest, expe
         assert sticking_out(page) == []
         assert min(text.size for text in seen_texts(page)) >= smallest  # in pixels
         assert page.evaluate(COLORS) == expected
+
+
+def test_the_page_runs_nothing_of_a_stranger(browser, report):
+    refuse_strangers(browser, report)
 
 
 @pytest.mark.slow

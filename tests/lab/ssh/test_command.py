@@ -46,7 +46,7 @@ TORCHRUN = "-m torch.distributed.run"
         ("python3 -u ./PartThree/main.py", f"PY -u ./PartThree/main.py {PLACE}"),
         (
             "torchrun --nproc-per-node 2 PartThree/main.py --rank-like 1",
-            f"PY {TORCHRUN} --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master-port=29500 "
+            f"PY -P {TORCHRUN} --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master-port=29500 "
             "--nproc-per-node 2 PartThree/main.py --rank-like 1",
         ),
         (

@@ -11,7 +11,6 @@ from common.sync import STRATEGIES
 from common.sync.message_cost import Operation
 from common.sync.plans.base import ReplicatedPlan
 from common.sync.plans.rings import AllReduceFlatPlan
-from lab.cli import main
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.own_model import model_names, with_own_model
 from lab.whatif.data import State, page_data
@@ -92,18 +91,6 @@ def test_presets_have_whole_states_of_a_model_that_is_there(data):
         assert state["model"] in models
         assert state["focus"] in state["strategies"]
         assert set(state["strategies"]) <= set(STRATEGIES)
-
-
-def test_families_have_the_errors_of_lab_predict_validate(data, capsys):
-    assert main(["predict", "--validate", "--json"]) == 0
-    scores = json.loads(capsys.readouterr().out)["summary"]
-    assert [family["backend"] for family in data["families"]] == ["gloo", "nccl"]
-    for family in data["families"]:
-        score = scores[family["backend"]]
-        assert family["rows"] == score["rows"]
-        assert family["median"] == score["median_error"]
-        assert family["p90"] == score["p90_error"]
-        assert family["inside"] == score["inside"]
 
 
 def test_the_data_is_json_of_a_page_that_can_be_mailed(data):

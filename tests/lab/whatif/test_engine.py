@@ -101,7 +101,7 @@ def test_a_constant_or_prior_that_changed_in_python_is_noticed(
     quick_pages, monkeypatch, tmp_path, fresh_caches
 ):
     before = quick_pages[0]
-    changed = priors.priors_path().read_text().replace("fitted = [1.62, 2.7,", "fitted = [1.62, 2,")
+    changed = priors.priors_path().read_text().replace("prior = [1.8, 3.0,", "prior = [1.8, 2.0,")
     path = tmp_path / "priors.toml"
     path.write_text(changed)
     monkeypatch.setattr(priors, "priors_path", lambda: path)

@@ -12,9 +12,9 @@ from lab.predict.tables import message_plans, predict_table
 from lab.whatif.data import page_data
 from lab.whatif.measured import published_sets
 from lab.whatif.own_steps import shipped_sets
-from lab.whatif.page import scenario_of
 from tests.helpers import ROOT
 from tests.helpers.node import needs_node, run_scripts
+from tests.helpers.whatif_scenarios import scenario_of
 
 SHIPPED = ROOT / "reports" / "samples" / "compare-digits-1gbit" / "results.json"
 
@@ -73,7 +73,12 @@ def test_a_title_begins_with_what_a_reader_knows_and_has_the_measured_batch():
 
 
 def test_the_state_of_a_set_predicts_what_validation_predicts():
-    """Within 2 %: the page takes a model's own size, a row the published megabytes."""
+    """Within 2.5 %: the page takes a model's own tensors, a row equal ones of its megabytes.
+
+    So ddp's last bucket of VGG-11, which no backward hides, has more bytes in a row. A byte that
+    is no longer hidden costs 1 - overlap_cost of its time on the link: by Gloo's typical values
+    (0.5 at 3 Gbit/s) that makes 17 ms of 0.76 s, 2.3 %.
+    """
     calibration = load_calibration(reference_path())
     beliefs = Beliefs.of(load_priors())
     rows = {row.measured_step_s: row for row in read_published(published_path())}
@@ -85,7 +90,7 @@ def test_the_state_of_a_set_predicts_what_validation_predicts():
             if cell.scenario.node_step_seconds is not None:
                 continue  # the page takes a typical loss
             expected = float(cell.predicted(cell.scenario))
-            assert float(cell.predicted(scenario)) == pytest.approx(expected, rel=0.02), found.id
+            assert float(cell.predicted(scenario)) == pytest.approx(expected, rel=0.025), found.id
             compared += 1
     assert compared > 30
 
@@ -165,40 +170,6 @@ def test_each_setting_that_changes_a_prediction_takes_the_points_away(data):
     assert {name for name in changing if not found[name][1]} == set()
     assert found["inside_gbit"] == found["rate_gbit"] == [False, True], "software is the limit here"
     assert found["parameters"] == [False, False]
-
-
-@needs_node
-def test_the_nearest_set_has_the_same_backend_then_model_rate_and_ranks(data):
-    """Each setting counts more than all those after it."""
-    expression = """(() => {
-      const { data } = given;
-      const gpus = { ...State.defaults(data), costs: "typical", backend: "nccl", transport: "tcp",
-        model: "resnet50_imagenet", gradient_type: "fp16", step_ms: 300, rate_gbit: 25,
-        ranks_per_node: 8 };
-      const changes = [{}, { ranks_per_node: 1, rate_gbit: 10 }, { transport: "rdma" },
-        { model: "bert_base", gradient_type: "fp32", ranks_per_node: 1, rate_gbit: 10 },
-        { backend: "gloo", rate_gbit: 1 },
-        { model: "own", parameters: 3.4e8, rate_gbit: 40, ranks_per_node: 4 },
-        { rate_gbit: 1000 }];
-      return changes.map((change) => {
-        const state = { ...gpus, ...change };
-        const set = Measured.nearest(data, state);
-        const texts = [1, 7, 64].map((nodes) =>
-          Measured.nearestText(set, { ...state, focus: "ddp", nodes }));
-        return [set.id, texts];
-      });
-    })()"""
-    found = run_scripts(expression, {"data": data})
-    names = [name for name, _ in found]
-    assert names == [
-        *["aws-p3-a", "orion-4x3090-2", "horovod-16gpu-25G-4", "cos568-A-gpu"],
-        *["compare-digits-1gbit", "1bitadam-eth", "aws-p3-a"],
-    ]
-    _, (alone, seven, many) = found[0]
-    assert alone.startswith("Nearest measured: ResNet-50: 2, 4, 8 nodes of 8 ranks")
-    assert "415 ms on 2 nodes" in alone
-    assert "443 ms on 8 nodes" in seven
-    assert "443 ms on 8 nodes" in many
 
 
 @needs_node

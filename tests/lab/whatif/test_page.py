@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from lab.cli import main
-from lab.predict.calibration_file import find_calibration, load_calibration, reference_path
-from lab.predict.printing import duration_text
+from lab.predict.calibration_file import load_calibration, reference_path
 from lab.whatif import page
 from lab.whatif.data import State
 from tests.helpers import ROOT
+from tests.helpers.whatif_scenarios import steps_of
 from tests.helpers.whatif_states import Page, add_states, command_of, row_of
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\"'&"
@@ -66,10 +66,9 @@ def written(what_if):
 @pytest.fixture(scope="module")
 def hostile(what_if):
     """A page of a calibration whose name is HTML."""
-    calibration, _ = find_calibration()
     data = what_if.data
     data["calibration"]["name"] = HOSTILE
-    return Blocks(page.render(data, calibration))
+    return Blocks(page.render(data))
 
 
 def hash_of(text):
@@ -131,22 +130,6 @@ def test_the_file_is_small(what_if):
     assert what_if.path.stat().st_size < 600_000
 
 
-def test_presets_without_javascript(written, what_if):
-    """The table has the numbers of lab predict."""
-    calibration, _ = find_calibration()
-    [noscript] = re.findall(r"<noscript>.*?</noscript>", what_if.text, re.DOTALL)
-    rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th><td>(.*?)</td>.*?</tr>", noscript)
-    cells = re.findall(r"<td class=\"number\">(.*?)</td>", noscript)
-    expected = []
-    for preset in written.data["presets"]:
-        for name in preset["state"]["strategies"]:
-            expected.append((preset["title"].replace("'", "&#39;"), name))
-    assert rows == expected
-    first = msgspec.convert(written.data["presets"][0]["state"], State)
-    step, *_ = page.steps_of(first, calibration)
-    assert cells[:2] == [str(first.nodes), duration_text(step.prediction.step_seconds)]
-
-
 def test_a_state_is_the_scenario_of_its_command(what_if):
     """For random states, as the numbers of lab predict say."""
     found = Page(what_if.data, str(reference_path()))
@@ -154,7 +137,7 @@ def test_a_state_is_the_scenario_of_its_command(what_if):
     calibration = load_calibration(reference_path())
     for given in found.states:
         state = msgspec.convert(given, State)
-        [step] = page.steps_of(state, calibration)
+        [step] = steps_of(state, calibration)
         row = row_of(command_of(given, found.calibration))
         assert step.prediction.step_seconds == row["step_seconds"]
         assert [step.low_seconds, step.high_seconds] == [row["low_seconds"], row["high_seconds"]]

@@ -106,20 +106,6 @@ def points(page):
     return found
 
 
-def test_the_nearest_set_is_named_first_and_shown_by_its_button(browser, what_if):
-    with browser.page(what_if.path) as page:
-        page.locator("button[data-preset='gpus']").click()
-        settle(page)
-        first = page.locator("#measured-set optgroup").first
-        assert first.get_attribute("label") == "Nearest to your settings"
-        title = first.locator("option").inner_text()
-        assert title in page.locator("#measured-nearest").inner_text()
-        page.locator("#measured-nearest button").click()
-        settle(page)
-        assert page.locator("#measured-set option:checked").inner_text() == title
-        assert page.locator("#measured-nearest").is_hidden()
-
-
 def test_a_point_outside_is_below_or_above_the_band(browser, what_if):
     """The digits agree: what is below the band is a smaller number than its lower end."""
     with browser.page(what_if.path) as page:

@@ -269,15 +269,10 @@ def test_screen_readers_names(browser, what_if):
 
 
 @pytest.mark.slow
-def test_without_javascript(browser, what_if, capsys):
-    """A sentence, and a table with the numbers of lab predict."""
+def test_without_javascript(browser, what_if):
     with browser.page(what_if.path, java_script_enabled=False) as page:
         assert not page.locator("#lab").is_visible()
-        assert "JavaScript" in page.locator("noscript").inner_text()
-        table = page.locator("noscript table").inner_text()
-    for preset in what_if.data["presets"]:
-        assert preset["title"] in table
-        assert table.count(preset["title"]) == len(preset["state"]["strategies"])
+        assert "lab predict" in page.locator("noscript").inner_text()
 
 
 @pytest.mark.slow

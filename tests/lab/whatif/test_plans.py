@@ -26,16 +26,16 @@ from common.sync.plans.pieces import CONDITIONS, VALUES, Each
 from common.sync.plans.rings import AllReduceFlatPlan, RoundsPlan
 from common.utils.limits import AboveZero
 from tests.helpers import own_strategy
-from tests.helpers.node import needs_node, run_script
+from tests.helpers.node import needs_node, run_scripts
 
 OPERATIONS_AND_BYTES = """given.map((asked) => {
   const of = [asked.plan, asked.gradients];
   const how = [asked.ranks, asked.ranks_per_node, asked.bucket_mb];
   const ranks = [...Array(asked.ranks).keys()];
-  const operations = it.operations(...of, ...how).map((found) => ({
+  const operations = Plans.operations(...of, ...how).map((found) => ({
     ...found, partner: found.partner && ranks.map(found.partner),
   }));
-  return {operations, sent: ranks.map((rank) => it.sender(...of, ...how)(rank))};
+  return {operations, sent: ranks.map((rank) => Plans.sender(...of, ...how)(rank))};
 })"""
 
 
@@ -105,7 +105,7 @@ class PlanCase:
 
 def check_all(cases):
     """Compare plans.js with the plans of all cases."""
-    found = run_script("plans", OPERATIONS_AND_BYTES, [case.given() for case in cases])
+    found = run_scripts(OPERATIONS_AND_BYTES, [case.given() for case in cases])
     for case, of_case in zip(cases, found, strict=True):
         case.check(of_case)
 
@@ -168,7 +168,7 @@ def test_buckets_close_exactly_at_their_limits():
 @needs_node
 def test_plans_js_knows_every_name_that_a_line_may_use():
     """So no strategy of lines fails in the page: add a new name's function there, too."""
-    known = run_script("plans", "Object.values(it.known).map(Object.keys)", None)
+    known = run_scripts("Object.values(Plans.known).map(Object.keys)", None)
     assert known == [list(table) for table in (VALUES, CONDITIONS, get_args(Each), PATTERNS)]
 
 

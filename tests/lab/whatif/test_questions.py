@@ -14,10 +14,10 @@ from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.whatif.data import State, page_data
 from lab.whatif.measured import published_sets
 from lab.whatif.own_steps import shipped_sets
-from lab.whatif.page import scenario_of
 from lab.whatif.questions import load_questions
 from tests.helpers import ROOT
 from tests.helpers.node import needs_node, run_scripts
+from tests.helpers.whatif_scenarios import scenario_of
 
 TEXT = (ROOT / "lab" / "whatif" / "questions.toml").read_text(encoding="utf-8")
 IDS = [entry["id"] for entry in tomllib.loads(TEXT)["question"]]

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from lab.predict.calibration_file import reference_path
-from tests.helpers.node import needs_node, run_script
+from tests.helpers.node import needs_node, run_scripts
 from tests.helpers.whatif_states import Page, add_states, command_of, row_of
 
 pytestmark = needs_node
@@ -35,14 +35,14 @@ WRONG = [
 ]
 IN_NODE = """(() => {
   const { data, states, some, others, wrong } = given;
-  const decoded = (links) => links.map((link) => it.decode(data, link));
-  const links = states.map((state) => it.encode(data, state));
+  const decoded = (links) => links.map((link) => State.decode(data, link));
+  const links = states.map((state) => State.encode(data, state));
   const cut = Array.from({ length: links[7].length - 2 }, (_, at) => links[7].slice(0, at + 2));
-  const commands = (page, chosen) => chosen.map((state) => it.command(page, state));
+  const commands = (page, chosen) => chosen.map((state) => State.command(page, state));
   return {
-    links, decoded: decoded(links), some: some.map((state) => it.encode(data, state)),
+    links, decoded: decoded(links), some: some.map((state) => State.encode(data, state)),
     cut: decoded(cut), wrong: decoded(wrong), none: decoded(["", "#", "#end"]),
-    repeated: it.decode(data, "#y=ddp,ddp,ring,ddp&end"),
+    repeated: State.decode(data, "#y=ddp,ddp,ring,ddp&end"),
     commands: commands(data, states.slice(0, 12)), others: commands(others.data, others.states),
   };
 })()"""
@@ -54,7 +54,7 @@ def page(what_if):
     found = Page(what_if.data, str(reference_path()))
     add_states(found, 400, seed=46)
     given = {"data": found.data, "states": found.states}
-    problems = run_script("state", "given.states.map((s) => it.check(given.data, s))", given)
+    problems = run_scripts("given.states.map((s) => State.check(given.data, s))", given)
     pairs = zip(found.states, problems, strict=True)
     found.states[:] = [state for state, problem in pairs if problem is None]
     assert len(found.states) > 300
@@ -76,7 +76,7 @@ def computed(page):
     others = {"data": data, "states": [first, calibrated]}
     wrong = [link for link, _ in WRONG]
     given = {"data": page.data, "states": page.states, "some": some, "others": others}
-    return run_script("state", IN_NODE, given | {"wrong": wrong})
+    return run_scripts(IN_NODE, given | {"wrong": wrong})
 
 
 def test_a_link_holds_the_state(page, computed):
