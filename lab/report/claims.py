@@ -54,15 +54,19 @@ def claim_of(cell: Cell, *, emulated: bool) -> CellClaim:
     """
     if not cell.exact or cell.sync == "none" or not cell.runs:
         return CellClaim()
-    unequal_ranks = not all(run.equal_weights for run in cell.runs)
-    claims = [run.claim for run in cell.runs]
+    seen, why_not = _shown([run.claim for run in cell.runs], emulated=emulated)
+    return CellClaim(seen, why_not, not all(run.equal_weights for run in cell.runs))
+
+
+def _shown(claims: list[GradientClaim | None], *, emulated: bool) -> tuple[Seen | None, str]:
+    """Return ``seen`` and ``why_not`` of a cell with these claims."""
     seen = [_seen(claim) for claim in claims if claim is not None and claim.weights is not None]
     wrong = [one for one in seen if not one.judgement.right]
     if wrong:
-        return CellClaim(wrong[0], unequal_ranks=unequal_ranks)
+        return wrong[0], ""
     if len(seen) < len(claims):
-        return CellClaim(None, _why_not(claims, emulated=emulated), unequal_ranks)
-    return CellClaim(max(seen, key=lambda one: one.residue), unequal_ranks=unequal_ranks)
+        return None, _why_not(claims, emulated=emulated)
+    return max(seen, key=lambda one: one.residue), ""
 
 
 def _seen(claim: GradientClaim) -> Seen:

@@ -140,16 +140,7 @@ def mean_gradients(block: ComparisonGroup, rows: Rows) -> Found:
     right = {row.sync: row.claim.seen for row in rows if row.claim.right and row.claim.seen}
     if right:
         yield _what_is_right(right, of=sum(row.exact for row in rows))
-    reasons = grouped((row.claim.why_not, row.sync) for row in rows if row.claim.why_not)
-    elsewhere = "" if block.emulated_compute else _ELSEWHERE
-    for reason, names in reasons.items():
-        gives = "gives" if len(names) == 1 else "give"
-        yield ReportFinding(
-            EQUAL,
-            f" whether {listed(names)} {gives} every rank the mean gradient was not checked: "
-            f"{reason}.{elsewhere}",
-            caution=True,
-        )
+    yield from _what_is_unknown(block, rows)
     if right and block.nodes_beyond_one == [2]:
         yield ReportFinding(
             EQUAL,
@@ -181,6 +172,20 @@ def _what_is_wrong(rows: Rows) -> Found:
                 "claims to be exact.",
                 wrong=True,
             )
+
+
+def _what_is_unknown(block: ComparisonGroup, rows: Rows) -> Found:
+    """Yield why strategies were not checked."""
+    reasons = grouped((row.claim.why_not, row.sync) for row in rows if row.claim.why_not)
+    elsewhere = "" if block.emulated_compute else _ELSEWHERE
+    for reason, names in reasons.items():
+        gives = "gives" if len(names) == 1 else "give"
+        yield ReportFinding(
+            EQUAL,
+            f" whether {listed(names)} {gives} every rank the mean gradient was not checked: "
+            f"{reason}.{elsewhere}",
+            caution=True,
+        )
 
 
 def _what_is_right(right: Mapping[str, Seen], *, of: int) -> ReportFinding:

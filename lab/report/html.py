@@ -81,9 +81,7 @@ def render(
         compare=comparison.kind != "report",
         created=comparison.created,
         emulated=comparison.emulated,
-        imitated=dict.fromkeys(
-            what_is_emulated(block.settings) for block in blocks if block.emulated
-        ),
+        imitated=_imitated(blocks),
         finished=comparison.finished,
         done=sum(cell.status == "done" for cell in comparison.cells),
         total=len(comparison.cells),
@@ -109,6 +107,12 @@ def render(
             "table.md": _data_address("text/markdown", tables.markdown(blocks)),
         },
     )
+
+
+def _imitated(blocks: Sequence[ComparisonGroup]) -> str:
+    """Return what was emulated, each sentence once."""
+    texts = [what_is_emulated(block.settings) for block in blocks if block.emulated]
+    return " ".join(dict.fromkeys(texts))
 
 
 def _has_failed(cell: Cell) -> bool:

@@ -358,16 +358,16 @@ def order(sync: str) -> tuple[int, str]:
 def blocks(comparison: Comparison) -> list[ComparisonGroup]:
     """Split the cells into comparable blocks; each block of a group has its one-node cell."""
     groups = sorted({cell.group for cell in comparison.cells})
-    settings = {group: comparison.known(group) for group in groups}
     cells = grouped((cell.group, cell) for cell in comparison.cells)
     keys = [(group, rate) for group in groups for rate in _rates(cells[group])]
     several_groups = len(groups) > 1
     several_rates = len({rate for _, rate in keys}) > 1
     found = []
     for group, rate in keys:
-        imitated = rate is not None or settings[group].compute != "real"
+        settings = comparison.known(group)
+        imitated = rate is not None or settings.compute != "real"
         rows = _rows(
-            comparison, cells[group], rate, emulated_compute=_is_emulated(settings[group].compute)
+            comparison, cells[group], rate, emulated_compute=_is_emulated(settings.compute)
         )
         labels = []
         suffix = ""
@@ -386,7 +386,7 @@ def blocks(comparison: Comparison) -> list[ComparisonGroup]:
                 suffix=suffix,
                 rows=rows,
                 emulated=comparison.emulated and imitated,
-                settings=settings[group],
+                settings=settings,
             )
         )
     return found
