@@ -6,14 +6,13 @@ size). Both are compared with one process that has all ranks' data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lab.grade.driver.checks import Check, Flaw, Message, Messages, close
+from lab.grade.driver.checks import Check, Flaw, Message, Messages, Rank, Returned, close
 
 # --- synchronised batch normalisation ---
 
@@ -23,51 +22,63 @@ _EPS = 1e-5
 _TOLERANCE = 1e-3
 
 
-def _activations(features: int, batch: int) -> torch.Tensor:
-    """Return all ranks' inputs, (ranks * batch, features), the same on all ranks."""
-    generator = torch.Generator().manual_seed(features)
-    return 3 * torch.randn(dist.get_world_size() * batch, features, generator=generator) + 1
+def _activations(rank: Rank, features: int, batch: int) -> torch.Tensor:
+    """Return a rank's inputs, (batch, features)."""
+    return 3 * torch.randn(batch, features, generator=rank.generator(features)) + 1
 
 
-def _rows(whole: torch.Tensor, batch: int) -> torch.Tensor:
-    first = batch * dist.get_rank()
-    return whole[first : first + batch].clone()
+def _weights(rank: Rank, features: int, batch: int) -> torch.Tensor:
+    """Return by what a rank's loss weights the outputs, (batch, features)."""
+    return torch.randn(batch, features, generator=rank.generator(features + 1))
 
 
 def _layer(module: Any, features: int) -> Any:
     return module.SyncBatchNorm(features, eps=_EPS, momentum=_MOMENTUM)
 
 
-def _normalises(features: int, batch: int, module: Any) -> Iterator[Flaw]:
-    """Check output, input gradient and messages of one pass in each direction."""
-    x = _activations(features, batch)
-    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    expected = x.clone().requires_grad_()
-    right = torch.nn.BatchNorm1d(features, _EPS, _MOMENTUM, affine=False)(expected)
-    (right * weights).sum().backward()
-    own = _rows(x, batch).requires_grad_()
+def _normalise(features: int, batch: int, module: Any, rank: Rank) -> dict[str, Any]:
+    """Return output, input gradient and messages of one pass in each direction."""
+    own = _activations(rank, features, batch).requires_grad_()
     layer = _layer(module, features)
     messages = Messages()
     with messages.during("forward"):
         output = layer(own)
-    loss = (output * _rows(weights, batch)).sum()
+    loss = (output * _weights(rank, features, batch)).sum()
     with messages.during("backward"):
         loss.backward()
-    where = f"{features} features, batches of {batch} on {dist.get_world_size()} ranks: "
-    error = (output - _rows(right.detach(), batch)).abs().max().item()
-    if not error <= _TOLERANCE:
-        alone = torch.nn.BatchNorm1d(features, _EPS, affine=False)(own.detach())
-        is_alone = close(output.detach(), alone)
-        how = "each rank normalises by itself" if is_alone else f"off by up to {error:.2g}"
-        yield Flaw("wrong-output", f"{where}{how}")
-    assert expected.grad is not None
-    gradient = _rows(expected.grad, batch)
-    if own.grad is None or not close(own.grad, gradient, 2e-3):
-        off = float("nan") if own.grad is None else (own.grad - gradient).abs().max().item()
-        largest = gradient.abs().max().item()
-        evidence = f"{where}off by up to {off:.2g}, where the largest is {largest:.2g}"
-        yield Flaw("wrong-input-gradient", evidence)
-    yield from _one_message(messages.sent)
+    return {"output": output, "gradient": own.grad, "sent": messages.sent}
+
+
+def _judge_pass(features: int, batch: int, ranks: Sequence[Returned]) -> Iterator[Flaw]:
+    """Compare one pass in each direction with that of one process."""
+    own = [_activations(returned.rank, features, batch) for returned in ranks]
+    whole = torch.cat(own).requires_grad_()
+    weights = torch.cat([_weights(returned.rank, features, batch) for returned in ranks])
+    right = torch.nn.BatchNorm1d(features, _EPS, _MOMENTUM, affine=False)(whole)
+    (right * weights).sum().backward()
+    assert whole.grad is not None
+    outputs = right.detach().split(batch)
+    gradients = whole.grad.split(batch)
+    where = f"{features} features, batches of {batch} on {len(ranks)} ranks: "
+    for returned, x, output, gradient in zip(ranks, own, outputs, gradients):
+        error = (returned["output"] - output).abs().max().item()
+        if not error <= _TOLERANCE:
+            alone = torch.nn.BatchNorm1d(features, _EPS, affine=False)(x)
+            is_alone = close(returned["output"], alone)
+            how = "each rank normalises by itself" if is_alone else f"off by up to {error:.2g}"
+            yield Flaw("wrong-output", f"{where}{how}")
+        got = returned["gradient"]
+        if got is None or not close(got, gradient, 2e-3):
+            off = float("nan") if got is None else (got - gradient).abs().max().item()
+            largest = gradient.abs().max().item()
+            evidence = f"{where}off by up to {off:.2g}, where the largest is {largest:.2g}"
+            yield Flaw("wrong-input-gradient", evidence)
+        yield from _one_message(returned["sent"])
+
+
+def _batch_norm(features: int, batch: int) -> Check:
+    run = partial(_normalise, features, batch)
+    return Check(f"{features} features", run, partial(_judge_pass, features, batch))
 
 
 def _one_message(sent: list[Message]) -> Iterator[Flaw]:
@@ -78,57 +89,76 @@ def _one_message(sent: list[Message]) -> Iterator[Flaw]:
             yield Flaw("several-messages", evidence, of_phase[-1].at)
 
 
-def _running(module: Any) -> Iterator[Flaw]:
-    """Check what the layer uses in eval() after one pass in train().
+_FEATURES = 16
+_BATCH = 32
+
+
+def _run_in_eval(module: Any, rank: Rank) -> dict[str, Any]:
+    """Return what the layer makes of zeros and ones in eval() after one pass in train()."""
+    layer = _layer(module, _FEATURES)
+    layer.train()
+    layer(_activations(rank, _FEATURES, _BATCH))
+    layer.eval()
+    with torch.no_grad():
+        zeros, ones = layer(torch.stack([torch.zeros(_FEATURES), torch.ones(_FEATURES)]))
+    return {"zeros": zeros, "ones": ones}
+
+
+def _judge_running(ranks: Sequence[Returned]) -> Iterator[Flaw]:
+    """Compare the running statistics with those of all ranks' inputs.
 
     The task's template keeps a running deviation, torch a running unbiased variance: both are
     right, biased or not.
     """
-    features, batch = 16, 32
-    x = _activations(features, batch)
-    layer = _layer(module, features)
-    layer.train()
-    layer(_rows(x, batch))
-    layer.eval()
-    with torch.no_grad():
-        zeros, ones = layer(torch.stack([torch.zeros(features), torch.ones(features)]))
-    deviation = 1 / (ones - zeros)
-    mean = -zeros * deviation
+    x = torch.cat([_activations(returned.rank, _FEATURES, _BATCH) for returned in ranks])
     right_mean = _MOMENTUM * x.mean(0)
     rights: list[torch.Tensor] = []
     for correction in (0, 1):
         variance = x.var(0, correction=correction)
         rights.append((1 - _MOMENTUM + _MOMENTUM * variance).sqrt())
         rights.append(1 - _MOMENTUM + _MOMENTUM * variance.sqrt())
-    if not close(mean, right_mean, 2e-2):
-        evidence = f"the mean is {mean[0]:.3g}, right is {right_mean[0]:.3g}"
-        yield Flaw("running-statistics", f"after one pass, momentum {_MOMENTUM}: {evidence}")
-    elif not any(close(deviation, right, 2e-2) for right in rights):
-        evidence = f"the deviation is {deviation[0]:.3g}, right is {rights[0][0]:.3g}"
-        yield Flaw("running-statistics", f"after one pass, momentum {_MOMENTUM}: {evidence}")
+    for returned in ranks:
+        deviation = 1 / (returned["ones"] - returned["zeros"])
+        mean = -returned["zeros"] * deviation
+        evidence = None
+        if not close(mean, right_mean, 2e-2):
+            evidence = f"the mean is {mean[0]:.3g}, right is {right_mean[0]:.3g}"
+        elif not any(close(deviation, right, 2e-2) for right in rights):
+            evidence = f"the deviation is {deviation[0]:.3g}, right is {rights[0][0]:.3g}"
+        if evidence:
+            yield Flaw("running-statistics", f"after one pass, momentum {_MOMENTUM}: {evidence}")
 
 
 # --- the ring ---
 
 
-def _averages(length: int, module: Any) -> Iterator[Flaw]:
-    """Check the result, the bytes and the neighbours for a vector of a length.
+def _vector(rank: Rank, length: int) -> torch.Tensor:
+    """Return a rank's vector. length : 0 stands for the number of ranks."""
+    return torch.randn(length or rank.size, generator=rank.generator(length))
 
-    length : 0 stands for the number of ranks.
-    """
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    length = length or size
-    every = torch.randn(size, length, generator=torch.Generator().manual_seed(length))
-    tensor = every[rank].clone()
+
+def _reduce(length: int, module: Any, rank: Rank) -> dict[str, Any]:
+    """Return what the ring leaves in a vector, and what it sends."""
+    tensor = _vector(rank, length)
     messages = Messages()
     with messages.during("ring"):
-        module.ring_allreduce(tensor, rank, size)
-    where = f"{length:,} elements on {size} ranks"
-    wrong = _difference(tensor, every, rank)
-    if wrong:
-        yield Flaw("wrong-average", f"{where}: {wrong}")
-    yield from _ring(messages.sent, length, where, is_right=wrong is None)
+        module.ring_allreduce(tensor, rank.number, rank.size)
+    return {"tensor": tensor, "sent": messages.sent}
+
+
+def _judge_ring(length: int, ranks: Sequence[Returned]) -> Iterator[Flaw]:
+    """Check the result, the bytes and the neighbours."""
+    every = torch.stack([_vector(returned.rank, length) for returned in ranks])
+    where = f"{every.shape[1]:,} elements on {len(ranks)} ranks"
+    for returned in ranks:
+        wrong = _difference(returned["tensor"], every, returned.rank.number)
+        if wrong:
+            yield Flaw("wrong-average", f"{where}: {wrong}")
+        yield from _ring(returned, every.shape[1], where, is_right=wrong is None)
+
+
+def _ring_of(title: str, length: int) -> Check:
+    return Check(title, partial(_reduce, length), partial(_judge_ring, length))
 
 
 def _difference(tensor: torch.Tensor, every: torch.Tensor, rank: int) -> str | None:
@@ -144,10 +174,11 @@ def _difference(tensor: torch.Tensor, every: torch.Tensor, rank: int) -> str | N
     return f"rank {rank} has {wrong:,} wrong elements"
 
 
-def _ring(sent: list[Message], length: int, where: str, *, is_right: bool) -> Iterator[Flaw]:
+def _ring(returned: Returned, length: int, where: str, *, is_right: bool) -> Iterator[Flaw]:
     """Yield what a ring does not send: collectives, to ranks that are no neighbours, too much."""
-    rank = dist.get_rank()
-    size = dist.get_world_size()
+    rank = returned.rank.number
+    size = returned.rank.size
+    sent: list[Message] = returned["sent"]
     collectives = [message for message in sent if message.name != "send"]
     if collectives:
         evidence = f"{where}: it calls {collectives[0].name.strip('_')}"
@@ -169,13 +200,13 @@ def _ring(sent: list[Message], length: int, where: str, *, is_right: bool) -> It
 
 PARTS = {
     "syncbn": [
-        Check("128 features", partial(_normalises, 128, 32)),
-        Check("512 features", partial(_normalises, 512, 64)),
-        Check("running statistics", _running, "running-statistics"),
+        _batch_norm(128, 32),
+        _batch_norm(512, 64),
+        Check("running statistics", _run_in_eval, _judge_running, "running-statistics"),
     ],
     "ring": [
-        Check("as many elements as ranks", partial(_averages, 0)),
-        Check("equal chunks", partial(_averages, 3000)),
-        Check("chunks of different lengths", partial(_averages, 1003)),
+        _ring_of("as many elements as ranks", 0),
+        _ring_of("equal chunks", 3000),
+        _ring_of("chunks of different lengths", 1003),
     ],
 }

@@ -87,6 +87,12 @@ class ProcessEnd(AnyRecord, tag="end"):
     after_cut: bool
 
 
+class Searched(LineRecord, tag="searched"):
+    """The script looked through Python's memory."""
+
+    what: str
+
+
 # --- the group and its messages ---
 
 
@@ -352,6 +358,7 @@ Record = (
     | Cut
     | Error
     | ProcessEnd
+    | Searched
     | Group
     | DeviceMesh
     | Join

@@ -63,6 +63,7 @@ class RunSettings:
     idle_seconds : a script that computes nothing and records nothing for so long has hung.
     cwd : folder in which the script runs.
     global_batch : what ``--global-batch`` says, or None.
+    inputs : what each rank reads from stdin; empty: nothing.
     """
 
     steps: int = 6
@@ -71,20 +72,31 @@ class RunSettings:
     idle_seconds: float = 20.0
     cwd: Path = field(default_factory=Path.cwd)
     global_batch: int | None = None
+    inputs: Sequence[bytes] = ()
 
 
 def start_process(
-    words: Sequence[str], environment: Mapping[str, str], cwd: Path, log: Path
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path,
+    log: Path,
+    given: bytes = b"",
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own, without input.
+    """Start a command in a session of its own.
 
     Parameters
     ----------
     environment : the whole one, with all that the probe needs.
     log : the file for its output.
+    given : what it reads from stdin; at most what a pipe holds, 64 KiB.
     """
-    with log.open("ab") as output:
-        return start_child(words, env=environment, cwd=cwd, stdout=output, stderr=subprocess.STDOUT)
+    reads, writes = os.pipe()
+    with log.open("ab") as output, os.fdopen(reads) as stdin:
+        with os.fdopen(writes, "wb") as pipe:
+            pipe.write(given)
+        return start_child(
+            words, env=environment, cwd=cwd, stdin=stdin, stdout=output, stderr=subprocess.STDOUT
+        )
 
 
 def run_audit_size(
@@ -133,7 +145,8 @@ def run_audit_size(
             }
             own = variables | {"LAB_AUDIT": json.dumps(probe)}
             prefix = network.prefixes[rank % len(network.prefixes)]
-            run.started.append(start([*prefix, *words], own, settings.cwd, run.log(rank)))
+            given = settings.inputs[rank : rank + 1]
+            run.started.append(start([*prefix, *words], own, settings.cwd, run.log(rank), *given))
         run.wait()
     finally:
         pids = [process.pid for process in run.started]

@@ -28,7 +28,7 @@ from common.utils.processes import how_ended, start_child
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
-from lab.grade import gradescope, pages
+from lab.grade import gradescope, judge, pages
 from lab.grade.driven import PLACEHOLDER, RUNNER, driver_words
 from lab.grade.facts import CANNOT_TELL, Facts, Look
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
@@ -286,8 +286,11 @@ def _task(
     )
     sources = [digest(copy), digest(Path(lab.__file__).parent / "audit")]
     if part.is_driven:
-        task = msgspec.structs.replace(task, driver=rubric.driver, findings=rubric.findings)
-        sources += [digest(RUNNER), sha256(Path(rubric.driver).read_bytes()).hexdigest()]
+        task = msgspec.structs.replace(
+            task, driver=rubric.driver, driven_part=name, findings=rubric.findings
+        )
+        files = [Path(rubric.driver), Path(judge.__file__)]
+        sources += [digest(RUNNER), *(sha256(file.read_bytes()).hexdigest() for file in files)]
     key = sha256(encode([task, *sources])).hexdigest()
     return msgspec.structs.replace(task, submission=str(copy), facts=str(facts), key=key)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,7 @@ from lab.audit.cli import STEPS
 from lab.audit.command import AuditCommand
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import RankRecords, Recording
-from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Start, Step
+from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Searched, Start, Step
 from lab.audit.report import OWN_FAULT, AuditContent, content_of
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
@@ -34,7 +35,9 @@ from lab.grade import driven
 from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
 from lab.grade.facts import Facts, Try
 from lab.grade.findings import entries
+from lab.grade.judge import DrivenRun, judged, new_run
 from lab.grade.sandbox import Task, sandbox
+from lab.grade.traces import traces
 
 # Bytes of address space for reading the records.
 _MOST_MEMORY = 8 * 2**30
@@ -42,6 +45,7 @@ _MOST_MEMORY = 8 * 2**30
 _MOST_NAMES = 999
 _LONGEST_NAME = 99
 _MOST_REPLACED = 5
+_MOST_TRACES = 5
 # Other commands for a script that refuses the demanded one; they begin within its time limit.
 _MOST_TRIES = 7
 # <asm/unistd.h> and <linux/keyctl.h>
@@ -102,11 +106,13 @@ def _audit_as_demanded(task: Task, folder: Path) -> list[Outcome]:
 def _checked(task: Task, folder: Path) -> Outcome:
     """Let a driver check a part on each number of ranks, whatever comes of the others."""
     outcomes: list[Outcome] = []
-    logs: dict[int, Path] = {}
+    runs: list[DrivenRun] = []
     for size in task.ranks:
         own = folder / f"driven{size}"
-        outcomes.append(_audit(msgspec.structs.replace(task, ranks=[size]), own))
-        logs[size] = own / f"{size}-ranks"
+        run = new_run(own / f"{size}-ranks", size)
+        one_size = msgspec.structs.replace(task, ranks=[size])
+        outcomes.append(_audit(one_size, own, inputs=run.inputs))
+        runs.append(run)
     results = [outcome.result for outcome in outcomes]
     result = dataclasses.replace(
         results[-1],
@@ -115,19 +121,22 @@ def _checked(task: Task, folder: Path) -> Outcome:
         failure=next((each.failure for each in results if each.failure), None),
     )
     ended = [reason for outcome in outcomes for reason in outcome.ended]
-    return Outcome(
-        task, result, ended, None, driven.driven_facts(result, logs, entries(task.findings))
-    )
+    verdicts = dict(zip(task.ranks, judged(task.driver, task.driven_part, runs), strict=True))
+    facts = driven.driven_facts(result, verdicts, entries(task.findings))
+    return Outcome(task, result, ended, None, facts)
 
 
-def _audit(task: Task, folder: Path) -> Outcome:
-    """Audit a script with the command of a task."""
+def _audit(task: Task, folder: Path, *, inputs: Sequence[bytes] = ()) -> Outcome:
+    """Audit a script with the command of a task.
+
+    inputs : what each rank reads from stdin.
+    """
     folder.mkdir()
     os.environ.update(task.environment)
     os.chdir(task.cwd)
     ended: list[str] = []
     steps = driven.STEPS if task.is_driven else STEPS
-    settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds)
+    settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds, inputs=inputs)
     network = partial(_network, task, ended)
     command = AuditCommand(tuple(task.words))
     result = audit_script(command, task.ranks, folder, settings, network)
@@ -166,7 +175,7 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
         audit=last.checked or content_of(result),
         used=_used(ranks),
         whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
-        doubts=_doubts(result, last.ended),
+        doubts=[*_doubts(result, last.ended), *islice(traces(Path(task.submission)), _MOST_TRACES)],
         seconds=seconds,
         script=task.script,
         command=shown_command(task),
@@ -201,6 +210,13 @@ def _doubts(result: AuditResult, ended: Sequence[str]) -> list[str]:
     return sorted(doubts)
 
 
+def _searches(processes: Sequence[RankRecords]) -> Iterator[str]:
+    """Yield a sentence for each line that looked for the probe's objects."""
+    for process in processes:
+        for search in process.of(Searched):
+            yield f"{search.at or 'the script'} looks for the audit: {search.what}"
+
+
 def _doubts_of(recording: Recording) -> Iterator[str]:
     """Yield what looks forged or disturbed in the records of one run."""
     processes = recording.processes
@@ -210,6 +226,7 @@ def _doubts_of(recording: Recording) -> Iterator[str]:
         yield "records that no probe began"
     if any(len(process.of(Start)) > 1 for process in processes):
         yield "the records of a process begin twice"
+    yield from _searches(processes)
     replaced: set[str] = set()
     for process in processes:
         for cut in process.of(Cut):

@@ -65,7 +65,8 @@ class Task(msgspec.Struct, kw_only=True):
     names : interfaces, addresses and host names of the sandbox's network, besides loopback.
     folders : made before the ranks start; absolute.
     changes : in what this differs from the demanded command, as sentences.
-    driver : the file of the program that checks it; "" without one. findings : what it may name.
+    driver : the file of the program that checks it; "" without one. driven_part : its name there.
+    findings : what the driver may name.
     may_change : whether another command may be tried if the script refuses this one.
     facts : the file to write, with a page beside it.
     key : stays in the facts.
@@ -84,6 +85,7 @@ class Task(msgspec.Struct, kw_only=True):
     folders: list[str] = []
     changes: list[str] = []
     driver: str = ""
+    driven_part: str = ""
     findings: dict[str, OwnFinding] = {}
     may_change: bool = True
     facts: str

@@ -120,10 +120,13 @@ def record_case(case, size, folder):
     return end.recording
 
 
-def start_forked(words, environment, cwd, log, plant=""):
+def start_forked(words, environment, cwd, log, given=b"", *, plant=""):
     """Start a rank's script in a fork, as ``lab.audit.runner.start_process`` does in a process."""
     log.touch()
-    return ForkedProgram([sys.executable, __file__, plant, *words[1:]], cwd, environment, log, log)
+    stdin = log.with_suffix(".in")
+    stdin.write_bytes(given)
+    command = [sys.executable, __file__, plant, *words[1:]]
+    return ForkedProgram(command, cwd, environment, log, log, stdin=stdin)
 
 
 def run_script(

@@ -157,13 +157,13 @@ def wait_for_fork_server():
 class ForkedProgram:
     """A process forked from the server, with the part of subprocess.Popen that ``Started`` uses."""
 
-    def __init__(self, command, cwd, env, out, err):
+    def __init__(self, command, cwd, env, out, err, *, stdin=os.devnull):
         words = list(command[1:])
         module = words[0] == "-m"
         target, *arguments = words[module:]
         program = PythonProgram(target, tuple(arguments), module=module)
         self._process = ranks.context().Process(
-            target=_become, daemon=True, args=(program, str(cwd), dict(env), str(out), str(err))
+            target=_become, daemon=True, args=(program, str(cwd), dict(env), stdin, out, err)
         )
         self._process.start()
         self.pid = self._process.pid
@@ -188,13 +188,13 @@ class ForkedProgram:
             os.kill(self.pid, number)
 
 
-def _become(program, cwd, env, out, err):
+def _become(program, cwd, env, stdin, out, err):
     """Turn this fork into the program, with its own session, streams, folder and environment."""
     import multiprocessing
 
     os.setsid()
     multiprocessing.current_process()._config["daemon"] = False  # it may start processes itself
-    for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
+    for path, number in ((stdin, 0), (out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")

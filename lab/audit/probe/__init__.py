@@ -22,6 +22,8 @@ start    ppid, python (version), executable (sys.executable), hint (the rank tha
 torch    version; torch has been imported
 trouble  part (module of the probe), text (traceback): the probe itself failed in one place, and the
          script went on
+searched the script looked through Python's memory, in which the probe's objects are: what (such as
+         "gc.get_objects"), at
 group    init_process_group: rank, world, at
 ddp      DistributedDataParallel was built: bytes and numbers (of the parameters that it averages),
          ranks (of its group), at

@@ -247,6 +247,16 @@ def storage_of(tensor: Any) -> int | None:
         return None
 
 
+# What finds the probe's own objects; no training needs it. The events are Python's own (PEP 578).
+_SEARCHES = ("gc.get_objects", "gc.get_referrers", "gc.get_referents")
+
+
+def _note_search(probe: Probe, event: str, _: Any) -> None:
+    """Write the record ``searched`` if the script itself looks through Python's memory."""
+    if event in _SEARCHES and probe.is_users(sys._getframe(1).f_code.co_filename):
+        probe.record("searched", what=event, at=probe.place())
+
+
 def install() -> None:
     """Watch this process as ``ENVIRONMENT`` says; do nothing without it."""
     settings = json.loads(os.environ.get(ENVIRONMENT, "null"))
@@ -254,6 +264,7 @@ def install() -> None:
         return
     probe = Probe(settings)
     atexit.register(probe.end)
+    sys.addaudithook(functools.partial(_note_search, probe))
     if "torch" in sys.modules:
         _watch(probe, lambda _: None, None)
     finder: Any = SimpleNamespace(find_spec=functools.partial(_find_torch, probe))

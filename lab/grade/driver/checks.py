@@ -1,23 +1,24 @@
 """What a course's driver is made of: the one module of this project that it can import.
 
-A driver is a Python file with ``PARTS``: by the name of a part in the rubric, its checks. Each
-rank, in a group that has been joined (Gloo, on the CPU), imports the student's file and runs the
-checks in their order. A check gets the student's module and yields a ``Flaw`` for each thing that
-is wrong. ``averaged`` compares gradients with the mean over the ranks, ``close`` tensors, and
-``Messages`` counts what a rank sends. A driver may have ``PATHS``: folders of a submission,
-relative to its own, in which imports are found as well.
+A driver is a Python file with ``PARTS``: by the name of a part in the rubric, its checks. A check
+has two halves. ``run`` is called in each rank, in a group that has been joined (Gloo, on the CPU),
+beside the student's code: it gets the student's module and the ``Rank``, calls the student's
+functions on data made from the rank's seeds, and returns what came of it. ``judge`` is called once,
+in another process, in which nothing of the student's has been imported: it gets what all ranks
+returned, computes by itself what is right, and yields a ``Flaw`` for each thing that is wrong.
+``averaged`` compares gradients with the mean over the ranks, ``close`` tensors, and ``Messages``
+counts what a rank sends. A driver may have ``PATHS``: folders of a submission, relative to its own,
+in which imports are found as well.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .student import Place, calling_line
@@ -29,21 +30,43 @@ _WITH_OUTPUT = (
     *("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "gather_"),
     *("reduce_scatter_", "_reduce_scatter_base_", "scatter_", "alltoall_", "alltoall_base_"),
 )
-# Numbers of a parameter that are reported: enough to tell the weights of some ranks.
+# Numbers of a parameter that are fitted: enough to tell the weights of some ranks.
 _MOST_NUMBERS = 64
 
 
-@dataclass
-class Gradients:
-    """What all ranks computed and got; the grader says what the one is of the other.
+@dataclass(frozen=True)
+class Rank:
+    """A rank, and the numbers from which it makes its data.
 
-    lengths : how many numbers there are of each parameter, by name.
-    own, got : by rank the numbers of all parameters, one after another; None: not finite.
+    The numbers are new for each run, and no rank knows the seed of another one: what it does not
+    receive from the others it cannot compute.
+
+    seed : of this rank alone. common : the same on all ranks.
     """
 
-    lengths: dict[str, int]
-    own: list[list[float | None]]
-    got: list[list[float | None]]
+    number: int
+    size: int
+    seed: int
+    common: int
+
+    def generator(self, stream: int = 0) -> torch.Generator:
+        """Return a generator of the rank's own numbers; each stream has others."""
+        return torch.Generator().manual_seed(self.seed + stream)
+
+    def shared_generator(self, stream: int = 0) -> torch.Generator:
+        """Return a generator of the same numbers on all ranks."""
+        return torch.Generator().manual_seed(self.common + stream)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a check's ``run`` returned on a rank: ``returned["output"]``, for example."""
+
+    rank: Rank
+    values: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
 
 
 @dataclass
@@ -52,13 +75,11 @@ class Flaw:
 
     evidence : what was seen, in a few words with numbers.
     at : the line of the submission that shows it.
-    gradients : those that are not the mean; the grader then finds a more exact name.
     """
 
     name: str
     evidence: str
     at: Place | None = None
-    gradients: Gradients | None = None
 
 
 @dataclass
@@ -68,12 +89,15 @@ class Check:
     Parameters
     ----------
     title : what it looks at, to say that it passed or where the student's code stopped.
-    run : gets the student's module; yields what is wrong.
+    run : gets the student's module and the rank; returns, by names, tensors, messages, numbers,
+        texts, None, and lists and dicts of these. Tensors arrive in 32 bits.
+    judge : gets what all ranks returned, by rank; yields what is wrong.
     raises_as : the finding if the student's code raises an error although earlier checks passed.
     """
 
     title: str
-    run: Callable[[Any], Iterator[Flaw]]
+    run: Callable[[Any, Rank], Mapping[str, Any]]
+    judge: Callable[[Sequence[Returned]], Iterator[Flaw]]
     raises_as: str = "raises"
 
 
@@ -86,42 +110,38 @@ def close(actual: torch.Tensor, expected: torch.Tensor, share: float = 1e-2) -> 
 
 
 def averaged(
-    own: Mapping[str, torch.Tensor],
-    got: Mapping[str, torch.Tensor | None],
+    own: Sequence[Mapping[str, torch.Tensor]],
+    got: Sequence[Mapping[str, torch.Tensor | None]],
     where: str,
     at: Place | None = None,
 ) -> Iterator[Flaw]:
-    """Yield a flaw unless every rank got the mean of all ranks' gradients. Collective.
+    """Yield a flaw unless every rank got the mean of all ranks' gradients. For ``judge`` alone.
 
-    The grader names it: a sum, a wrong divisor, a rank's own gradient, and so on.
+    It names what the ranks got instead: a sum, a wrong divisor, a rank's own gradient, and so on.
 
-    own : this rank's gradients of its own samples, by parameter.
-    got : what its optimiser would use, for the same parameters; None counts as zeros.
+    own : by rank, the gradients of its own samples, by parameter.
+    got : by rank, what its optimiser would use, for the same parameters; None counts as zeros.
     where : for example "step 1".
     """
-    computed = _of_all_ranks(own.values())
-    used: list[torch.Tensor] = []
-    for name, gradient in own.items():
-        value = got[name]
-        used.append(torch.zeros_like(gradient) if value is None else value)
-    received = _of_all_ranks(used)
-    mean = [torch.stack(of_ranks).mean(0) for of_ranks in zip(*computed)]
-    if all(all(map(close, of_rank, mean)) for of_rank in received):
+    # Here, since a rank's Python does not have it.
+    from lab.grade.evidence_of_ranks import named_evidence
+
+    used: list[dict[str, torch.Tensor]] = []
+    for of_rank, computed in zip(got, own, strict=True):
+        filled: dict[str, torch.Tensor] = {}
+        for name, gradient in computed.items():
+            value = of_rank[name]
+            filled[name] = torch.zeros_like(gradient) if value is None else value
+        used.append(filled)
+    right = True
+    for name in own[0]:
+        mean = torch.stack([of_rank[name] for of_rank in own]).mean(0)
+        right = right and all(close(of_rank[name], mean) for of_rank in used)
+    if right:
         return
-    lengths = {name: len(_sample(gradient)) for name, gradient in own.items()}
-    gradients = Gradients(lengths, list(map(_numbers, computed)), list(map(_numbers, received)))
-    yield Flaw("not-the-mean", where, at, gradients)
-
-
-def _of_all_ranks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return by rank the tensors of all ranks."""
-    of_ranks: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size())]
-    for tensor in tensors:
-        copies = [torch.empty_like(tensor).contiguous() for _ in of_ranks]
-        dist.all_gather(copies, tensor.detach().contiguous())
-        for of_rank, copy in zip(of_ranks, copies):
-            of_rank.append(copy)
-    return of_ranks
+    lengths = {name: len(_sample(gradient)) for name, gradient in own[0].items()}
+    name, sentence = named_evidence(lengths, _numbers(own), _numbers(used))
+    yield Flaw(name, f"{where}: {sentence}", at)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,9 +149,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten()[:: -(-tensor.numel() // _MOST_NUMBERS)]
 
 
-def _numbers(tensors: Iterable[torch.Tensor]) -> list[float | None]:
-    numbers = torch.cat([_sample(tensor) for tensor in tensors]).tolist()
-    return [number if math.isfinite(number) else None for number in numbers]
+def _numbers(gradients: Iterable[Mapping[str, torch.Tensor]]) -> list[list[float]]:
+    return [torch.cat([_sample(one) for one in named.values()]).tolist() for named in gradients]
 
 
 # --- messages ---

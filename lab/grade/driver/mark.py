@@ -1,3 +1,3 @@
-"""The beginning of the line on which a rank reports; the grader, which needs no torch, reads it."""
+"""The beginning of the line on which a rank prints what a check returned; judge.py reads it."""
 
 MARK = "lab-grade-report "

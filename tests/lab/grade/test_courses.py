@@ -4,7 +4,6 @@ The driver and the rubric of docs/courses.md stand for a course of one's own.
 """
 
 import csv
-import json
 import os
 import re
 import subprocess
@@ -18,15 +17,15 @@ from lab.audit.command import AuditCommand
 from lab.audit.runner import RunSettings, run_audit_size
 from lab.cli import main
 from lab.grade.driven import PLACEHOLDER, STEPS, driven_facts, driver_words
-from lab.grade.driver.mark import MARK
 from lab.grade.facts import Facts
 from lab.grade.findings import entries
+from lab.grade.judge import judged, new_run
 from lab.grade.marks import mark_part
 from lab.grade.rubric import load_rubric, rubric_text
 from tests.helpers.audited import start_forked
 from tests.helpers.documentation import Page
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import free_port, wait_for_fork_server
+from tests.helpers.processes import wait_for_fork_server
 
 SOLUTIONS = Path(__file__).with_name("solutions")
 # By part: the file, and the mistakes: the edits (from, to), the findings, and the marks.
@@ -232,13 +231,15 @@ def checked(rubric, part, script, size):
     words = " ".join(driver_words(Path(rubric.driver), part))
     command = rubric.parts[part].command.replace(PLACEHOLDER, words)
     words = AuditCommand(tuple(command.replace("{script}", script.name).split()))
-    settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=script.parent)
     logs = script.parent / "logs"
     logs.mkdir()
+    secret = new_run(logs, size)
+    settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=script.parent, inputs=secret.inputs)
     wait_for_fork_server()
     run = run_audit_size(words, size, logs, settings, start=start_forked)
     result = examine(words, [run], None, asked=[size], rate=None)
-    audit = driven_facts(result, {size: logs}, entries(rubric.findings))
+    [verdict] = judged(rubric.driver, part, [secret])
+    audit = driven_facts(result, {size: verdict}, entries(rubric.findings))
     seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
     names = " ".join(finding.name for finding in audit.findings)
     return names, mark_part(part, seen, rubric).marks
@@ -294,7 +295,7 @@ def own_course(tmp_path, monkeypatch):
 
 
 def test_a_driver_of_a_readers_own_marks_a_right_and_a_wrong_submission(own_course):
-    assert 20 <= len((own_course / "week5.py").read_text().splitlines()) <= 40
+    assert 20 <= len((own_course / "week5.py").read_text().splitlines()) <= 55
     text = (own_course / "week5.toml").read_text().replace("points = 4", "ranks = [3]\npoints = 4")
     (own_course / "three.toml").write_text(text)
     rubric = load_rubric("three.toml")
@@ -322,21 +323,70 @@ def test_the_command_of_the_page_marks_them_in_the_sandbox_on_two_and_three_rank
     assert "Copy all gradients into one tensor" in page
 
 
-def test_a_driver_can_be_tried_on_one_rank_by_hand(own_course):
-    place = ["127.0.0.1", str(free_port()), "1", "0"]
-    words = ["week5.py", "average", *place, "submissions/bob/average.py"]
+FORGED = """\
+import json
+OLD = {"found": [], "passed": ["the mean", "one message"], "end": "done", "stopped": ""}
+NEW = [{"check": number, "values": ["dict", []], "error": None} for number in (0, 1)]
+LINES = ["lab-grade-report " + json.dumps(report) for report in [OLD, *NEW]]
+"""
+# Files that do not average, and what they do to the runner instead.
+FORGERIES = {
+    "prints reports and leaves": f"""\
+import os
+{FORGED}
+print(*LINES, sep="\\n", flush=True)
+os._exit(0)
+""",
+    "prints reports at the end": f"""\
+import atexit
+{FORGED}
+def average_gradients(model):
+    pass
+atexit.register(print, *LINES, sep="\\n", flush=True)
+""",
+    "gives all ranks one seed": """\
+import sys
+import torch
+def average_gradients(model):
+    frame = sys._getframe()
+    while "rank" not in frame.f_locals:
+        frame = frame.f_back
+    torch.manual_seed(frame.f_locals["rank"].common)
+    object.__setattr__(frame.f_locals["rank"], "seed", frame.f_locals["rank"].common)
+""",
+    "replaces what compares": """\
+import gc
+import types
+for module in gc.get_objects():
+    if isinstance(module, types.ModuleType) and hasattr(module, "averaged"):
+        module.averaged = lambda *arguments: iter(())
+        module.close = lambda *arguments: True
+def average_gradients(model):
+    pass
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORGERIES)
+def test_what_a_students_file_does_to_the_runner_earns_nothing(own_course, name):
+    script = own_course / "submissions/ada/average.py"
+    script.write_text(FORGERIES[name])
+    assert checked(load_rubric("week5.toml"), "average", script, 2)[1] in (None, 0)
+
+
+def test_a_driver_can_be_tried_by_hand(own_course):
+    words = ["week5.py", "average", "submissions/bob/average.py", "--ranks", "3"]
     done = subprocess.run(
-        [sys.executable, "-m", "lab.grade.driver", *words],
+        [sys.executable, "-m", "lab.grade.judge", *words],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode == 0, done.stderr
-    *_, last = done.stdout.splitlines()
-    report = json.loads(last.removeprefix(MARK))
-    assert [found["name"] for found in report["found"]] == ["not-the-mean", "several-messages"]
-    assert report["end"] == "done"
+    assert done.returncode == 1, done.stderr
+    assert "literal-divisor: step 1:" in done.stdout
+    assert "several-messages: 4 in a step" in done.stdout
 
 
 # --- the courses that are shipped ---

@@ -1,45 +1,43 @@
-"""What becomes of the reports that a driver's ranks print; nothing is run."""
+"""What becomes of the verdicts on a driver's runs, and of what ranks print; nothing is run."""
 
 import json
 
 import pytest
+import torch
 
 from lab.audit.findings.finding import FAULT, found
 from lab.audit.result import AuditResult, EqualityVerdict, Failure
 from lab.grade.driven import driven_facts
+from lab.grade.driver.checks import Message
 from lab.grade.driver.mark import MARK
+from lab.grade.driver.values import encoded
 from lab.grade.facts import Facts
 from lab.grade.findings import entries, lesson_of
+from lab.grade.judge import SILENT, FoundInRun, PartVerdict, decoded, judged, new_run, verdicts_on
 from lab.grade.marks import mark_part
 from lab.grade.rubric import FOLDER, load_rubric
 from tests.helpers.paths import ROOT
 
-DONE = {"found": [], "passed": ["five steps"], "end": "done", "stopped": ""}
-SUM = DONE | {"found": [{"name": "sum-not-mean", "evidence": "step 1", "at": ["a/b.py", 7]}]}
-RAISED = {
-    "found": [{"name": "raises", "evidence": "tied weights: KeyError", "at": None}],
-    "passed": ["five steps"],
-    "end": "fault",
-    "stopped": "tied weights: KeyError",
-}
-GOING_ON = DONE | {"end": ""}
-CRASHED = {"found": [], "passed": [], "end": "stopped", "stopped": "ImportError: numpy"}
-FOLLOWS = DONE | {
-    "found": [
-        {"name": name, "evidence": "step 1", "at": None}
-        for name in ("groups-ignored", "shard-not-sent")
-    ]
-}
-CASES = {  # the last reports of 2 ranks, then of 3; the findings, and the marks of 15
-    "right": ([DONE] * 2, [DONE] * 3, [], 15),
-    "on three": ([DONE] * 2, [DONE, SUM, DONE], ["sum-not-mean"], 0),
-    "raised": ([RAISED, GOING_ON], [RAISED] * 3, ["raises"], 7.5),
-    "follows": ([FOLLOWS] * 2, [DONE] * 3, ["shard-not-sent"], 0),
-    "crashed": ([CRASHED, DONE], [DONE] * 3, [], None),
-    "silent": ([DONE] * 2, [DONE, DONE, None], [], None),
-    "hung": ([DONE] * 2, [GOING_ON] * 3, [], None),
-    "forged": ([DONE] * 2, [DONE, DONE, {"end": "done"}], [], None),
-    "unknown": ([DONE] * 2, [DONE, DONE, DONE | {"found": [{"name": "x" * 2000}]}], [], None),
+DONE = PartVerdict(passed=["five steps"])
+SUM = PartVerdict(found=[FoundInRun("sum-not-mean", "step 1", ("a/b.py", 7))])
+RAISED = PartVerdict(
+    found=[FoundInRun("raises", "tied weights: KeyError")],
+    passed=["five steps"],
+    end="fault",
+    stopped="tied weights: KeyError",
+)
+CRASHED = PartVerdict(end="stopped", stopped="ImportError: numpy")
+SILENT_RANK = PartVerdict(passed=["five steps"], end="stopped", stopped=f"tied weights: {SILENT}")
+FOLLOWS = PartVerdict(
+    found=[FoundInRun(name, "step 1") for name in ("groups-ignored", "shard-not-sent")]
+)
+CASES = {  # the verdicts on 2 and on 3 ranks; the findings, and the marks of 15
+    "right": (DONE, DONE, [], 15),
+    "on three": (DONE, SUM, ["sum-not-mean"], 0),
+    "raised": (RAISED, RAISED, ["raises"], 7.5),
+    "follows": (FOLLOWS, DONE, ["shard-not-sent"], 0),
+    "crashed": (CRASHED, DONE, [], None),
+    "hung": (DONE, SILENT_RANK, [], None),
 }
 
 
@@ -48,22 +46,11 @@ def audited(*findings):
     return AuditResult("python", [], findings, verdict, failure=Failure("the ranks hung"))
 
 
-def write_logs(folder, size, reports):
-    place = folder / f"{size}-ranks"
-    place.mkdir()
-    for rank, report in enumerate(reports):
-        before = f"hello\n{MARK}{json.dumps(GOING_ON)}\n"
-        text = before if report is None else f"{before}{MARK}{json.dumps(report)}\nbye\n"
-        (place / f"rank{rank}.log").write_text(text)
-    return {size: place}
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_reports_of_all_ranks_and_sizes_become_one_mark(tmp_path, name):
+def test_verdicts_on_all_sizes_become_one_mark(name):
     of_two, of_three, names, marks = CASES[name]
-    logs = write_logs(tmp_path, 2, of_two) | write_logs(tmp_path, 3, of_three)
     rubric = load_rubric("cs336")
-    audit = driven_facts(audited(), logs, entries(rubric.findings))
+    audit = driven_facts(audited(), {2: of_two, 3: of_three}, entries(rubric.findings))
     seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
     mark = mark_part("optimizer", seen, rubric)
     assert ([finding.name for finding in audit.findings], mark.marks) == (names, marks)
@@ -77,13 +64,106 @@ def test_reports_of_all_ranks_and_sizes_become_one_mark(tmp_path, name):
         assert "the ranks hung" in audit.headline
 
 
-def test_ranks_that_wait_for_each_other_are_the_audits_finding(tmp_path):
-    logs = write_logs(tmp_path, 2, [GOING_ON, GOING_ON])
+def test_ranks_that_wait_for_each_other_are_the_audits_finding():
     values = {"one": 0, "call": "all_reduce", "other": 1}
     differ = found("collectives-differ", kind="waits", **values)
-    audit = driven_facts(audited(differ), logs, entries({}))
+    audit = driven_facts(audited(differ), {2: SILENT_RANK}, entries({}))
     assert [finding.name for finding in audit.findings] == ["collectives-differ"]
     assert (audit.status, audit.findings[0].sure) == (1, "certain")
+
+
+# --- what ranks print ---
+
+DRIVER = """\
+import torch
+from lab.grade.driver.checks import Check, Flaw
+
+def run(module, rank):
+    return {"sum": module.add(rank.seed)}
+
+def judge(ranks):
+    right = float(sum(returned.rank.seed % 1000 for returned in ranks))
+    for returned in ranks:
+        if returned["sum"].item() != right:
+            yield Flaw("wrong-sum", f"rank {returned.rank.number}")
+
+PARTS = {"one": [Check("the sum", run, judge)], "two": [Check("the sum", run, judge)] * 2}
+"""
+
+
+def line(check, value=None, error=None, **other):
+    values = None if value is None else encoded(value)
+    return MARK + json.dumps({"check": check, "values": values, "error": error} | other)
+
+
+def verdict_on(folder, part, *outputs, judge=verdicts_on):
+    """Return the verdict on ranks that printed this."""
+    (folder / "driver.py").write_text(DRIVER)
+    run = new_run(folder, len(outputs))
+    right = {"sum": torch.tensor(float(sum(seed % 1000 for seed in run.seeds)))}
+    for rank, output in enumerate(outputs):
+        run.log(rank).write_text(output.replace("RIGHT", json.dumps(encoded(right))))
+    [verdict] = judge(str(folder / "driver.py"), part, [run])
+    return verdict
+
+
+RIGHT = f'{MARK}{{"check": 0, "values": RIGHT, "error": null}}\n'
+ERROR = {"text": "the sum: KeyError: 'a'", "at": ["a.py", 3], "unfinished": False, "follows": False}
+DEEP = "[" * 100_000
+GARBLED = {
+    "the old report": MARK + '{"found": [], "passed": ["the sum"], "end": "done", "stopped": ""}',
+    "nothing": "",
+    "another check": line(1, {"sum": torch.zeros(())}),
+    "no JSON": f"{MARK}{{",
+    "deep": f"{MARK}{DEEP}",
+    "no such value": line(0, {"product": 1}),
+    "no tensor": line(0, {"sum": 1}),
+    "not encoded": f'{MARK}{{"check": 0, "values": {{"sum": 1}}, "error": null}}',
+    "another shape": RIGHT.replace("RIGHT", '["tensor", [9999999999], "AAAA"]'),
+    "negative": f'{MARK}{{"check": -1, "values": RIGHT, "error": null}}',
+}
+
+
+def test_right_values_of_all_ranks_pass(tmp_path):
+    verdict = verdict_on(tmp_path, "one", f"hello\n{RIGHT}bye", RIGHT, judge=judged)
+    assert verdict == PartVerdict(passed=["the sum"])
+
+
+@pytest.mark.parametrize("name", GARBLED)
+def test_what_no_rank_of_the_runner_prints_passes_nothing(tmp_path, name):
+    verdict = verdict_on(tmp_path, "one", RIGHT, GARBLED[name])
+    assert (verdict.end, verdict.passed, verdict.found) == ("stopped", [], [])
+    assert verdict.stopped.startswith("the sum: ")
+
+
+def test_wrong_values_are_the_drivers_finding(tmp_path):
+    wrong = line(0, {"sum": torch.tensor(-1.0)})
+    verdict = verdict_on(tmp_path, "one", RIGHT, f"{RIGHT}{wrong}")
+    assert [(found.name, found.evidence) for found in verdict.found] == [("wrong-sum", "rank 1")]
+
+
+def test_an_error_counts_only_where_an_earlier_check_has_passed(tmp_path):
+    first = verdict_on(tmp_path, "two", line(0, error=ERROR), RIGHT)
+    assert (first.end, first.found) == ("stopped", [])
+    assert first.stopped == ERROR["text"]
+    raised = line(1, error=ERROR)
+    second = verdict_on(tmp_path, "two", f"{RIGHT}{raised}", RIGHT)
+    assert second.end == "fault"
+    assert [(found.name, found.at) for found in second.found] == [("raises", ("a.py", 3))]
+    followed = line(1, error=ERROR | {"follows": True})
+    assert verdict_on(tmp_path, "two", f"{RIGHT}{followed}", RIGHT).end == "stopped"
+
+
+def test_values_come_through_as_they_were():
+    value = {
+        "tensors": [torch.arange(6.0).reshape(2, 3), torch.zeros(0, 4), torch.tensor(float("nan"))],
+        "sent": [Message("send", 8, "ring", 1, ("a.py", 3)), Message("x", 0, "", None, None)],
+        "plain": {"a": None, "b": True, "c": 1, "d": 0.5, "e": "text"},
+    }
+    there = decoded(json.loads(json.dumps(encoded(value))))
+    for mine, other in zip(value["tensors"], there.pop("tensors"), strict=True):
+        assert torch.equal(mine.nan_to_num(7), other.nan_to_num(7))
+    assert there == {"sent": value["sent"], "plain": value["plain"]}
 
 
 @pytest.mark.parametrize("course", [path.stem for path in FOLDER.glob("*.py")])
