@@ -126,14 +126,15 @@ class RanksFile(Struct, kw_only=True):
         """Return the number of ranks on each node."""
         return Counter(row.place for row in self.ranks)
 
-    def mean_seconds(self) -> StepSeconds:
-        """Return the mean over the ranks of each time, as the run's end and ``lab report`` show."""
-        measured = [row.seconds for row in self.ranks]
-        means = {
-            name: fmean(getattr(seconds, name) for seconds in measured)
-            for name in StepSeconds.__struct_fields__
-        }
-        return StepSeconds(**means)
+
+def mean_seconds(ranks: Sequence[RankRow]) -> StepSeconds:
+    """Return the mean over the ranks of each time, as the run's end and ``lab report`` show."""
+    measured = [rank.seconds for rank in ranks]
+    means = {
+        name: fmean(getattr(seconds, name) for seconds in measured)
+        for name in StepSeconds.__struct_fields__
+    }
+    return StepSeconds(**means)
 
 
 def shared_nodes(rows: Sequence[RankRow]) -> str:

@@ -15,7 +15,7 @@ from common.reporting.header import unusual_methods
 from common.reporting.rank_stats import peak_gpu_memory_bytes
 from common.reporting.run_logger import RunLogger
 from common.run_setup import Setup
-from common.runs import RanksFile, RunSummary, shared_nodes
+from common.runs import RanksFile, RunSummary, mean_seconds, shared_nodes
 from common.say import bytes_text, count, percent
 from common.sync.memory_cost import KINDS, Memory
 from common.training_engine import Predictions, TrainingEngine
@@ -160,7 +160,7 @@ def _summary(
     if iterations:
         summary.mean_iteration_seconds = fmean(iterations)
     if measured is not None:
-        seconds = measured.mean_seconds()
+        seconds = mean_seconds(measured.ranks)
         summary.step_seconds = seconds.step
         summary.section_seconds = {name: getattr(seconds, name) for name in SECTIONS}
         summary.wait_seconds = seconds.wait

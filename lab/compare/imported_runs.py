@@ -29,7 +29,7 @@ from common.say import count, listed
 from common.sync import STRATEGIES
 from common.utils.typed_json import Facts
 from lab.compare.outcomes import repeat_of
-from lab.comparison.cell import CellRun, differences, distinct, gather, new_cell
+from lab.comparison.cell import CellRun, fill, new_cell
 from lab.comparison.record import Cell, Comparison, Repeat
 from lab.predict.bucket_choice import has_buckets
 
@@ -73,29 +73,29 @@ def collect(folders: Sequence[Path], *, scaling: str) -> Comparison:
     UserError if a folder is given twice, or none of them has a finished run.
     """
     runs, skipped = _read_all([folder.resolve() for folder in folders], scaling)
-    names = [run.heading for run in runs]
-    facts = [run.facts for run in runs]
-    groups = distinct(facts)
-    cells, timelines = gather(
-        Path(), [CellRun(_cell_of(run.config), run.repeat, run.facts) for run in runs], groups
-    )
-    for cell in cells:
-        for number, repeat in enumerate(cell.repeats):
-            repeat.repeat = number
-    return Comparison(
+    comparison = Comparison(
         kind="report",
         created=datetime.now().isoformat(timespec="seconds"),
         finished=True,
         emulated=any(run.config.compute != "real" for run in runs),
-        settings=_settings(runs, cells, scaling),
+        settings={},
         environment=runs[0].run.environment,
         warnings=_warnings(runs),
-        differences=differences(facts, names, ", ".join),
         skipped=skipped,
-        groups={str(number): group for number, group in enumerate(groups)},
-        cells=cells,
-        timelines=timelines,
+        cells=[],
+        timelines={},
     )
+    fill(
+        comparison,
+        Path(),
+        [CellRun(_cell_of(run.config), run.repeat, run.facts) for run in runs],
+        lambda places: ", ".join(runs[place].heading for place in places),
+    )
+    for cell in comparison.cells:
+        for number, repeat in enumerate(cell.repeats):
+            repeat.repeat = number
+    comparison.settings = _settings(runs, comparison.cells, scaling)
+    return comparison
 
 
 def _read_all(folders: Sequence[Path], scaling: str) -> tuple[list[_ImportedRun], list[str]]:
@@ -116,18 +116,18 @@ def _read_all(folders: Sequence[Path], scaling: str) -> tuple[list[_ImportedRun]
 
 def _settings(runs: Sequence[_ImportedRun], cells: Sequence[Cell], scaling: str) -> Facts:
     """Return what the runs have in common, as a comparison's settings have it."""
-    sizes = distinct(run.facts["batch_size"] for run in runs)
+    sizes = {run.facts["batch_size"] for run in runs}
     return {
         "dataset": _joined(run.facts["dataset"] for run in runs),
         "model": _joined(run.facts["model"] for run in runs),
-        "batch_size": sizes[0] if len(sizes) == 1 else None,
+        "batch_size": sizes.pop() if len(sizes) == 1 else None,
         "scaling": scaling,
         "steps": _one_or_range([run.repeat.timed_steps for run in runs]),
         "warmup": _one_or_range([run.config.untimed_steps for run in runs]),
         "repeats": _one_or_range([len(cell.repeats) for cell in cells]),
         "seeds": sorted({run.config.seed for run in runs}),
         "nodes": sorted({cell.nodes for cell in cells}),
-        "sync": distinct(cell.sync for cell in cells),
+        "sync": list(dict.fromkeys(cell.sync for cell in cells)),
         "rates": [None],
         "until_accuracy": None,
         "compute": runs[0].facts["compute"],

@@ -42,7 +42,7 @@ from lab.compare.cells import Run, choose_buckets, in_turns, node_command, plan_
 from lab.compare.outcomes import describe_failure, describe_times, failed_run, read_outcome
 from lab.compare.runner import open_comparison, prepare
 from lab.compare.settings import Settings
-from lab.comparison.cell import CellRun, by_frequency, differences, gather
+from lab.comparison.cell import CellRun, fill
 from lab.comparison.record import (
     Comparison,
     Plan,
@@ -408,25 +408,18 @@ def merge_results(folder: Path, comparison: Comparison) -> Comparison:
 def _fill_cells(comparison: Comparison, folder: Path, states: Sequence[RunState]) -> None:
     """Put the repeats into cells: one for each kind of machine on which runs of the cell were."""
     runs = []
-    kinds = []  # of the machines of finished runs
-    numbers = []  # of these runs
     for state in states:
         machine = None
         if state.repeat is not None and state.repeat.done:
             machine = state.repeat.machine or {}
-            kinds.append(machine)
-            numbers.append(state.run.number)
         runs.append(CellRun(state.run.cell, state.repeat, machine))
-    machines = by_frequency(kinds)
-    comparison.cells, comparison.timelines = gather(
-        folder, runs, machines, repeats=len(states[0].run.settings.seeds_to_run)
+    fill(
+        comparison,
+        folder,
+        runs,
+        lambda numbers: f"runs {listed(spans(numbers))}",
+        repeats=len(states[0].run.settings.seeds_to_run),
     )
-    comparison.differences = differences(
-        kinds, numbers, lambda numbers_of_kind: f"runs {listed(spans(numbers_of_kind))}"
-    )
-    comparison.groups = {}
-    if len(machines) > 1:
-        comparison.groups = {str(group): machine for group, machine in enumerate(machines)}
 
 
 def _missing(states: Sequence[RunState]) -> list[Run]:
@@ -436,7 +429,7 @@ def _missing(states: Sequence[RunState]) -> list[Run]:
 def _warnings(comparison: Comparison, states: Sequence[RunState]) -> list[str]:
     """Return what a reader of a merged plan must know first."""
     warnings = []
-    if comparison.groups:
+    if len(comparison.groups) > 1:
         warnings.append(
             "the runs were on different kinds of machines. To compare all runs, remove from runs/ "
             "the folders of those on other kinds and start them again on one kind (with Slurm: "

@@ -4,13 +4,12 @@
 """
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.profiling.records import EpochReport, StepRecord
-from common.runs import FinishedRun, read_epochs, read_run, read_steps
+from common.runs import FinishedRun, mean_seconds, read_epochs, read_run, read_steps
 from common.utils.atomic_files import read_regular
 from common.utils.typed_json import calm
 from lab.compare.cells import Run
@@ -120,9 +119,8 @@ def time_to_accuracy(
 
 def describe_times(run: Repeat) -> str:
     """Return the means over the ranks of a finished run, for a person."""
-    step = statistics.fmean(rank.seconds.step for rank in run.ranks)
-    sync = statistics.fmean(rank.seconds.sync for rank in run.ranks)
-    return f"{step:.3f} s per step, exposed communication {sync:.3f} s"
+    means = mean_seconds(run.ranks)
+    return f"{means.step:.3f} s per step, exposed communication {means.sync:.3f} s"
 
 
 def describe_failure(statuses: Mapping[int, int], logs: Mapping[int, Path]) -> str | None:

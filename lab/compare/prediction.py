@@ -408,7 +408,7 @@ def predict_imported(comparison: Comparison) -> None:
         return
     predicted: dict[str, PredictedCell] = {}
     for cell in comparison.cells:
-        facts = comparison.group_facts(cell.group)
+        facts = comparison.groups.get(str(cell.group), {})
         if _calibrated_for(facts, calibration):
             synchronised = facts.get("sync_batchnorm", "off") not in ("off", False)
             predicted |= _forecast_imported(cell, calibration, synchronised=synchronised)

@@ -19,7 +19,7 @@ from lab.compare.prediction import predict_imported
 from lab.compare.runner import open_comparison, prepare, run_comparison
 from lab.compare.settings import Settings
 from lab.comparison.record import Comparison, read_comparison, write_comparison
-from lab.report import write_latex, write_report
+from lab.report import write_report
 from lab.report.terminal import print_answer
 
 # Writes a page beside the report, about its comparison, and returns the file's name; None: it wrote
@@ -120,8 +120,8 @@ def _write_and_print(
 ) -> None:
     """Write the report and print its answer."""
     beside = None if companion is None else companion(folder, comparison)
-    write_report(folder, comparison, companion=beside)
+    write_report(folder, comparison, companion=beside, latex=latex)
     print_answer(console, comparison)
     console.print(f"\nreport: {folder / 'report.html'}", markup=False)
     if latex:
-        console.print(f"LaTeX: {write_latex(folder, comparison)}", markup=False)
+        console.print(f"LaTeX: {folder / 'report.tex'}", markup=False)

@@ -20,11 +20,11 @@ from common.errors import UserError
 from common.say import count, counts, minutes_text
 from common.utils.paths import new_folder
 from common.utils.progress import console, progress_bar
-from lab.compare.cells import PROFILE, Run, choose_buckets, in_turns, node_command, plan_cells
+from lab.compare.cells import PROFILE, Run, choose_buckets, node_command, plan_cells
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_outcome
 from lab.compare.settings import Settings
-from lab.comparison.cell import CellRun, gather
+from lab.comparison.cell import CellRun, fill
 from lab.comparison.record import (
     Cell,
     Comparison,
@@ -87,8 +87,7 @@ def open_comparison(
         timelines={},
     )
     if code is not None:
-        runs = in_turns(folder, settings, cells)
-        comparison.plan = Plan(code=dict(code), runs=[run.key for run in runs])
+        comparison.plan = Plan(code=dict(code))
     if profile is not None:  # the comparison's own copy, which stays the same
         profile.save(folder / PROFILE)
     write_comparison(folder / "results.json", comparison)
@@ -197,12 +196,13 @@ def _add_outcomes(
 ) -> None:
     """Put the repeats of all runs so far into their cells, and write ``results.json``."""
     folder = runs[0].folder
-    comparison.cells, timelines = gather(
+    fill(
+        comparison,
         folder,
         [CellRun(run.cell, outcomes.get(run.key)) for run in runs],
+        str,
         repeats=len(runs[0].settings.seeds_to_run),
     )
-    comparison.timelines |= timelines
     comparison.finished = all(cell.status == "done" for cell in comparison.cells)
     write_comparison(folder / "results.json", comparison)
 

@@ -1,8 +1,8 @@
 """What a cell is, and how its status, medians and intervals follow from its repeats.
 
-``new_cell`` returns a cell without repeats. ``gather`` puts repeats into cells, those of different
-groups into different cells, and calls ``summarise`` for each. ``differences`` says what differs
-between groups.
+``new_cell`` returns a cell without repeats. ``fill`` puts runs into the cells of a comparison, and
+says what differs between groups: ``gather`` puts those of different groups into different cells,
+and calls ``summarise`` for each.
 """
 
 import math
@@ -14,13 +14,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from common.runs import RankRow, TimelineFile, read_timeline
+from common.runs import RankRow, TimelineFile, mean_seconds, read_timeline
 from common.sync import is_exact
 from common.utils.grouping import grouped
 from common.utils.typed_json import Facts
-from lab.comparison.record import TIMES, Cell, Medians, Repeat, Status
+from lab.comparison.record import Cell, Comparison, Medians, Repeat, Status
 from lab.predict.variants import split_variant
 
 T = TypeVar("T")
@@ -64,6 +64,27 @@ def cell_suffix(nodes: int, rate: str | None, ranks_per_node: int = 1) -> str:
     return f"{size}-" + re.sub(r"[^a-z0-9.]", "", rate.lower())
 
 
+def fill(
+    comparison: Comparison,
+    folder: Path,
+    runs: Sequence[CellRun],
+    show: Callable[[list[int]], str],
+    *,
+    repeats: int = 0,
+) -> None:
+    """Set the cells, timelines, groups and differences of a comparison from its runs.
+
+    Runs with different facts are in different groups, of which the largest is the first.
+
+    show : makes a text of places in ``runs``. folder, repeats : see ``gather``.
+    """
+    facts = {place: run.facts for place, run in enumerate(runs) if run.facts is not None}
+    groups = by_frequency(facts.values())
+    comparison.cells, comparison.timelines = gather(folder, runs, groups, repeats=repeats)
+    comparison.groups = {str(number): group for number, group in enumerate(groups)}
+    comparison.differences = differences(list(facts.values()), list(facts), show)
+
+
 def gather(
     folder: Path, runs: Sequence[CellRun], groups: Sequence[Facts] = (), *, repeats: int = 0
 ) -> tuple[list[Cell], dict[str, TimelineFile]]:
@@ -97,36 +118,31 @@ def gather(
 
 
 def differences(
-    facts: Sequence[Facts], names: Sequence[T], show: Callable[[list[T]], str]
+    facts: Sequence[Facts], places: Sequence[int], show: Callable[[list[int]], str]
 ) -> list[str]:
     """Return each fact that differs between runs, with the runs of each value.
 
-    names : of the runs, which ``show`` makes a text.
+    places : of the runs, which ``show`` makes a text.
     """
     if not facts:
         return []
     found = []
     for key in facts[0]:
         values = (str(facts_of_run[key]) for facts_of_run in facts)
-        owners = grouped(zip(values, names, strict=True))
+        owners = grouped(zip(values, places, strict=True))
         if len(owners) > 1:
-            places = [f"{value} in {show(runs)}" for value, runs in owners.items()]
-            found.append(f"{key}: " + "; ".join(places))
+            parts = [f"{value} in {show(runs)}" for value, runs in owners.items()]
+            found.append(f"{key}: " + "; ".join(parts))
     return found
 
 
-def distinct(values: Iterable[T]) -> list[T]:
-    """Return each value once, in order of appearance. Values may be lists and dicts."""
-    return [equal[0] for equal in _equal_values(values)]
-
-
 def by_frequency(values: Iterable[T]) -> list[T]:
-    """Return each value once, the most frequent first, equally frequent ones as they appear."""
-    return [equal[0] for equal in sorted(_equal_values(values), key=len, reverse=True)]
+    """Return each value once, the most frequent first, equally frequent ones as they appear.
 
-
-def _equal_values(values: Iterable[T]) -> list[list[T]]:
-    return list(grouped((_hashable(value), value) for value in values).values())
+    Values may be lists and dicts.
+    """
+    equal = grouped((_hashable(value), value) for value in values)
+    return [members[0] for members in sorted(equal.values(), key=len, reverse=True)]
 
 
 def _hashable(value: Any) -> Hashable:
@@ -178,9 +194,7 @@ def _means_over_ranks(ranks: Sequence[RankRow]) -> dict[str, float | None]:
 
     None: unknown.
     """
-    means: dict[str, float | None] = {}  # by the fields of ``Medians``
-    for name in TIMES:
-        means[name] = statistics.fmean(getattr(rank.seconds, name) for rank in ranks)
+    means: dict[str, float | None] = asdict(mean_seconds(ranks))  # by the fields of ``Medians``
     means["peak_memory_bytes"] = statistics.fmean(rank.peak_memory_bytes for rank in ranks)
     means["root_bytes_sent"] = None
     means["others_bytes_sent"] = None

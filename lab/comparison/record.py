@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field, to_builtins
 
 from common.errors import UserError
 from common.profiling.records import GradientClaim
-from common.runs import Machine, RankRow, StepTime, TimelineFile
+from common.runs import Machine, RankRow, StepSeconds, StepTime, TimelineFile
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import (
     Bytes,
@@ -39,7 +39,6 @@ from common.utils.typed_json import (
 )
 
 FORMAT = 1
-TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire")
 
 # Bits per second, or what was given as --rate.
 LinkRate = Annotated[str, Meta(pattern=r"^[\w. /]{1,40}\Z")] | Annotated[float, Meta(gt=0, le=1e18)]
@@ -85,27 +84,12 @@ class Repeat(Struct, kw_only=True):
         return self.status == "done"
 
 
-# What a repeat that failed leaves out.
-_OF_A_MEASUREMENT = (
-    *("timed_steps", "precision", "mean_iteration_seconds", "load_per_core", "equal_weights"),
-    *("machine", "crowded", "step_seconds", "test_loss", "claim"),
-)
-
-
-class Medians(Struct, kw_only=True):
+class Medians(StepSeconds, kw_only=True):
     """Medians over the repeats of the mean over the ranks; None if unknown.
 
     root_bytes_sent, others_bytes_sent : of rank 0, and of the mean of the other ranks.
     """
 
-    step: StepTime
-    data: Seconds
-    forward: Seconds
-    backward: Seconds
-    sync: Seconds
-    update: Seconds
-    wait: Seconds
-    wire: Finite  # a difference: rounding may leave it below 0
     peak_memory_bytes: Bytes | None = None
     root_bytes_sent: Bytes | None = None
     others_bytes_sent: Bytes | None = None
@@ -175,11 +159,11 @@ class Prediction(Struct, kw_only=True):
 class Plan(Struct, kw_only=True):
     """What nodes must agree on in a comparison whose runs others start (lab/compare/jobs.py).
 
-    code : digests by file. runs : cell and repeat of each. to_do : numbers of the missing runs.
+    code : digests by file. to_do : numbers of the missing runs. What each run does follows from the
+    comparison's settings.
     """
 
     code: dict[Text, Text]
-    runs: list[tuple[Name, Count]] = []
     to_do: list[Count] | UnsetType = UNSET
 
 
@@ -210,7 +194,8 @@ class Comparison(Struct, kw_only=True):
     """The whole file.
 
     settings : what was asked for, environment : of the machine, and groups : of each group by its
-    number, may hold facts that are only shown. ``known`` reads those with which a reader computes.
+    number, where others started the runs, may hold facts that are only shown. ``known`` reads those
+    with which a reader computes.
     warnings : what a reader must know first. differences : why runs cannot be compared. skipped :
     folders without a run to report, and why. prediction : made without these runs, if any. plan :
     if other programs start the runs. timelines : by cell, one step.
@@ -227,29 +212,15 @@ class Comparison(Struct, kw_only=True):
     differences: _Texts = []
     skipped: _Texts = []
     prediction: Prediction | None = None
-    groups: dict[Text, Facts] | UnsetType = UNSET
+    groups: dict[Text, Facts] = {}
     cells: Annotated[list[Cell], Meta(max_length=100_000)]
     timelines: dict[Name, TimelineFile]
     plan: Plan | UnsetType = UNSET
 
-    def known(self, group: int | None = None) -> GroupSettings:
-        """Return the settings with which a reader computes: the shared ones, or a group's own."""
-        facts = self.settings
-        if group is not None:
-            facts = self.group_facts(group)
-        return convert(facts, GroupSettings, name="settings")
-
-    def group_facts(self, group: int) -> Facts:
-        """Return the facts of a group; none if all cells are of one group."""
-        if self.groups is UNSET:
-            return {}
-        return self.groups.get(str(group), {})
-
-    def predicted(self, cell: str) -> PredictedCell | None:
-        """Return the prediction for the cell with this id."""
-        if self.prediction is None:
-            return None
-        return self.prediction.cells.get(cell)
+    def known(self, group: int) -> GroupSettings:
+        """Return the settings of a group with which a reader computes: the shared and its own."""
+        own = self.groups.get(str(group), {})
+        return convert(self.settings | own, GroupSettings, name="settings")
 
 
 def read_comparison(path: Path) -> Comparison:
@@ -273,33 +244,9 @@ def write_comparison(path: Path, comparison: Comparison) -> None:
 
     Raises UserError, and leaves the file as it is, if a value does not fit the schema.
     """
-    entries = as_json(comparison)
     name = f"{path} cannot be written"
-    check(convert(entries, Comparison, name=name), name=name)
-    write_atomically(path, encode(entries, indent=1) + b"\n")
-
-
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison as the plain values of ``results.json``."""
-    entries: dict[str, Any] = to_builtins(comparison)
-    for cell in entries["cells"]:
-        for repeat in cell["repeats"]:
-            _leave_out(repeat)
-    if "plan" in entries and "groups" in entries:
-        entries["groups"] = entries.pop("groups")  # of a plan they are known last
-    return entries
-
-
-def _leave_out(repeat: dict[str, Any]) -> None:
-    """Remove from a repeat what does not apply to it."""
-    if repeat["status"] == "done":
-        del repeat["message"]
-    else:
-        for name in _OF_A_MEASUREMENT:
-            del repeat[name]
-        started = repeat.pop("started")
-        if started is not None:
-            repeat["started"] = started  # as the last entry
+    check(convert(to_builtins(comparison), Comparison, name=name), name=name)
+    write_atomically(path, encode(comparison, indent=1) + b"\n")
 
 
 def check(comparison: Comparison, *, name: str) -> None:
@@ -314,20 +261,17 @@ def check(comparison: Comparison, *, name: str) -> None:
     for cell in comparison.cells:
         for repeat in cell.repeats:
             _check_repeat(repeat, cell, comparison.kind, name)
-    groups: dict[str, Facts] = {}
-    if comparison.groups is not UNSET:
-        groups = comparison.groups
     facts = {
         "settings": comparison.settings,
         "environment": comparison.environment,
-        "groups": groups,
+        "groups": comparison.groups,
     }
     convert(facts, _Known, name=name)
     check_facts(comparison.environment, name=f"{name}: environment")
     check_facts(comparison.settings, name=f"{name}: settings")
     if comparison.prediction is not None:
         check_facts(comparison.prediction.calibration, name=f"{name}: prediction.calibration")
-    for key, group in groups.items():
+    for key, group in comparison.groups.items():
         check_facts(group, name=f"{name}: groups[{shown(key)}]")
 
 

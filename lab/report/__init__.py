@@ -1,8 +1,8 @@
 """The report of a comparison: tables, figures, traces and one HTML page.
 
 ``write_report`` writes the files, ``terminal.print_answer`` prints the answer; both are functions
-of the comparison's record alone. Reading order: ``view`` (the cells and what follows from them),
-``losses``, ``claims`` (did the ranks get the mean), ``causes`` (what makes a difference),
+of the comparison's record alone. Reading order: ``claims`` (did a cell's ranks get the mean),
+``view`` (the cells and what follows from them), ``losses``, ``causes`` (what makes a difference),
 ``findings`` (all sentences), ``verdict`` (the answer), ``tables``, ``drawings`` (all figures),
 ``html`` (with ``settings_text``) and ``latex``.
 """
@@ -14,14 +14,18 @@ from lab.comparison.record import Comparison
 from lab.report.view import blocks
 
 
-def write_report(folder: Path, comparison: Comparison, *, companion: str | None = None) -> None:
+def write_report(
+    folder: Path, comparison: Comparison, *, companion: str | None = None, latex: bool = False
+) -> None:
     """Write the report of ``comparison`` into ``folder``, and replace an earlier report's files.
 
     Writes table.md, table.csv, each figure as PNG and SVG, trace-<cell>.json and report.html.
     ``comparison`` may be unfinished: the report says what it cannot show yet. companion : a page in
-    the folder to which report.html links. Raises OSError if it cannot write.
+    the folder to which report.html links. latex : also write report.tex, which shows the PNG files.
+    Raises OSError if it cannot write.
     """
     from lab.report import html, tables
+    from lab.report import latex as latex_form
     from lab.report.drawings import figure_pages, timeline
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -32,15 +36,9 @@ def write_report(folder: Path, comparison: Comparison, *, companion: str | None 
         trace = json.dumps(timeline.trace(step, cell), allow_nan=False)
         (folder / f"trace-{cell}.json").write_text(trace, encoding="utf-8")
     drawings = [(block, list(figure_pages.draw_block(folder, block))) for block in groups]
-    timelines = list(figure_pages.draw_timelines(folder, comparison))
+    timelines = list(figure_pages.draw_timelines(folder, groups, comparison.timelines))
     page = html.render(comparison, drawings, timelines, companion=companion)
     (folder / "report.html").write_text(page, encoding="utf-8")
-
-
-def write_latex(folder: Path, comparison: Comparison) -> Path:
-    """Write ``report.tex`` beside the figures of ``write_report``, and return its path."""
-    from lab.report.latex import document
-
-    path = folder / "report.tex"
-    path.write_text(document(comparison, folder), encoding="utf-8")
-    return path
+    if latex:
+        document = latex_form.document(drawings, comparison.skipped)
+        (folder / "report.tex").write_text(document, encoding="utf-8")

@@ -1,17 +1,17 @@
-"""Whether strategies that claim to be exact gave every rank the mean, as their runs recorded it.
+"""Whether a cell's strategy that claims to be exact gave every rank the mean, by its runs' records.
 
 The engine records in a run's first step how what each rank's optimiser got comes from all ranks'
 own gradients (common/training_engine/claim.py); ``lab.evidence`` says what that shows.
-``check(block, nodes)`` collects it for the strategies on one number of nodes, findings.py has the
-sentences. What no run recorded is not checked: it is never called right.
+``claim_of(cell)`` collects it over the repeats, findings.py has the sentences. What no run recorded
+is not checked: it is never called right.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.profiling.records import GradientClaim
 from common.utils.gradient_fit import as_matrix
+from lab.comparison.record import Cell
 from lab.evidence import Evidence, Judgement, judge
-from lab.report.view import CellRow, ComparisonGroup
 
 
 @dataclass(frozen=True)
@@ -24,58 +24,49 @@ class Seen:
     judgement: Judgement
 
 
-@dataclass
-class Claims:
-    """What is known of the strategies that claim to be exact, by their names.
+@dataclass(frozen=True)
+class CellClaim:
+    """What is known of a cell's claim to be exact; nothing if it makes none.
 
-    right : every rank got the mean, in each repeat; that with the greatest residue. wrong : a
-    repeat in which the ranks got something else. unchecked : why it is not known. unequal_ranks :
-    the strategies whose ranks ended with different weights.
+    seen : of a repeat in which the ranks got something else; else, if every repeat shows that every
+    rank got the mean, of the one with the greatest residue. why_not : why it is not known.
+    unequal_ranks : whether ranks ended with different weights.
     """
 
-    right: dict[str, Seen] = field(default_factory=dict)
-    wrong: dict[str, Seen] = field(default_factory=dict)
-    unchecked: dict[str, str] = field(default_factory=dict)
-    unequal_ranks: list[str] = field(default_factory=list)
+    seen: Seen | None = None
+    why_not: str = ""
+    unequal_ranks: bool = False
 
     @property
-    def contradicted(self) -> set[str]:
-        """The strategies that do not compute what they claim."""
-        return {*self.wrong, *self.unequal_ranks}
+    def right(self) -> bool:
+        return self.seen is not None and not self.contradicted
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether the strategy does not compute what it claims."""
+        return self.unequal_ranks or (self.seen is not None and not self.seen.judgement.right)
 
 
-def check(block: ComparisonGroup, nodes: int) -> Claims:
-    """Return what the runs on ``nodes`` nodes recorded of the claims to be exact."""
-    found = Claims()
-    for row in block.at(nodes):
-        if not row.exact or row.sync == "none":
-            continue
-        if not all(run.equal_weights for run in row.runs):
-            found.unequal_ranks.append(row.sync)
-        _add(row, found, emulated=block.emulated_compute)
-    return found
+def claim_of(cell: Cell, *, emulated: bool) -> CellClaim:
+    """Return what the repeats of a cell show: a wrong one counts, then an unknown one.
+
+    emulated : whether compute was, so that there are no gradients.
+    """
+    if not cell.exact or cell.sync == "none" or not cell.runs:
+        return CellClaim()
+    seen, why_not = _shown([run.claim for run in cell.runs], emulated=emulated)
+    return CellClaim(seen, why_not, not all(run.equal_weights for run in cell.runs))
 
 
-def wrong_rows(block: ComparisonGroup) -> set[CellRow]:
-    """Return the rows whose strategy does not compute what it claims on that number of nodes."""
-    wrong: set[CellRow] = set()
-    for nodes in block.nodes_beyond_one:
-        contradicted = check(block, nodes).contradicted
-        wrong.update(row for row in block.at(nodes) if row.sync in contradicted)
-    return wrong
-
-
-def _add(row: CellRow, found: Claims, *, emulated: bool) -> None:
-    """Add what the repeats of a cell show to ``found``: a wrong one counts, then an unknown one."""
-    claims = [run.claim for run in row.runs]
+def _shown(claims: list[GradientClaim | None], *, emulated: bool) -> tuple[Seen | None, str]:
+    """Return ``seen`` and ``why_not`` of a cell with these claims."""
     seen = [_seen(claim) for claim in claims if claim is not None and claim.weights is not None]
     wrong = [one for one in seen if not one.judgement.right]
     if wrong:
-        found.wrong[row.sync] = wrong[0]
-    elif len(seen) < len(claims):
-        found.unchecked[row.sync] = _why_not(claims, emulated=emulated)
-    elif row.sync not in found.unequal_ranks:
-        found.right[row.sync] = max(seen, key=lambda one: one.residue)
+        return wrong[0], ""
+    if len(seen) < len(claims):
+        return None, _why_not(claims, emulated=emulated)
+    return max(seen, key=lambda one: one.residue), ""
 
 
 def _seen(claim: GradientClaim) -> Seen:

@@ -18,7 +18,7 @@ from common.say import counts, factor_text, listed, percent
 from common.utils.grouping import grouped
 from lab.predict.event_model import HEADERS
 from lab.report.causes import BUSY, EQUAL_SHARE, compared, load
-from lab.report.claims import Claims, check
+from lab.report.claims import Seen
 from lab.report.view import (
     CellRow,
     ComparisonGroup,
@@ -136,66 +136,70 @@ def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
 
 def mean_gradients(block: ComparisonGroup, rows: Rows) -> Found:
     """Say which strategies gave every rank the mean, which did not, and what was not checked."""
-    claims = check(block, rows[0].nodes)
-    yield from _what_is_wrong(claims)
-    if claims.right:
-        yield _what_is_right(claims, of=sum(row.exact for row in rows))
-    for text in _what_is_unknown(claims, block):
-        yield ReportFinding(EQUAL, text, caution=True)
+    yield from _what_is_wrong(rows)
+    right = {row.sync: row.claim.seen for row in rows if row.claim.right and row.claim.seen}
+    if right:
+        yield _what_is_right(right, of=sum(row.exact for row in rows))
+    yield from _what_is_unknown(block, rows)
+    if right and block.nodes_beyond_one == [2]:
+        yield ReportFinding(
+            EQUAL,
+            " a strategy that divides by a literal 2 is right by chance. Compare on 3 "
+            f"{block.place}s as well.",
+            caution=True,
+        )
 
 
-def _what_is_wrong(claims: Claims) -> Found:
+def _what_is_wrong(rows: Rows) -> Found:
     """Yield a finding for each strategy that does not compute what it claims."""
-    for sync, seen in claims.wrong.items():
+    for row in rows:
+        seen = row.claim.seen
+        if seen is None or seen.judgement.right:
+            continue
         found = seen.judgement
         yield ReportFinding(
             EQUAL,
-            f" {sync} claims to be exact, but does not give every rank the mean gradient: in step "
-            f"{seen.step} {found.sentence}. {found.cure}",
+            f" {row.sync} claims to be exact, but does not give every rank the mean gradient: in "
+            f"step {seen.step} {found.sentence}. {found.cure}",
             f"{found.finding}; {seen.evidence.rows}; residue {small_text(seen.residue)}",
             wrong=True,
         )
-    for sync in claims.unequal_ranks:
+    for row in rows:
+        if row.claim.unequal_ranks:
+            yield ReportFinding(
+                EQUAL,
+                f" the ranks of {row.sync} ended with different weights, although {row.sync} "
+                "claims to be exact.",
+                wrong=True,
+            )
+
+
+def _what_is_unknown(block: ComparisonGroup, rows: Rows) -> Found:
+    """Yield why strategies were not checked."""
+    reasons = grouped((row.claim.why_not, row.sync) for row in rows if row.claim.why_not)
+    elsewhere = "" if block.emulated_compute else _ELSEWHERE
+    for reason, names in reasons.items():
+        gives = "gives" if len(names) == 1 else "give"
         yield ReportFinding(
             EQUAL,
-            f" the ranks of {sync} ended with different weights, although {sync} claims to be "
-            "exact.",
-            wrong=True,
+            f" whether {listed(names)} {gives} every rank the mean gradient was not checked: "
+            f"{reason}.{elsewhere}",
+            caution=True,
         )
 
 
-def _what_is_right(claims: Claims, *, of: int) -> ReportFinding:
+def _what_is_right(right: Mapping[str, Seen], *, of: int) -> ReportFinding:
     """Name the strategies that gave every rank the mean. of : how many claim to be exact."""
-    who = listed(list(claims.right))
-    if len(claims.right) == of > 2:
+    who = listed(right)
+    if len(right) == of > 2:
         who = f"all {of} strategies that claim to be exact"
-    each = [
-        f"{sync} {small_text(seen.residue)} (step {seen.step})"
-        for sync, seen in claims.right.items()
-    ]
+    each = [f"{sync} {small_text(seen.residue)} (step {seen.step})" for sync, seen in right.items()]
     return ReportFinding(
         EQUAL,
         f" with {who} every rank's optimiser got the mean of all ranks' gradients in the first "
         "step.",
         f"relative error of that mean: {', '.join(each)}",
     )
-
-
-def _what_is_unknown(claims: Claims, block: ComparisonGroup) -> Iterator[str]:
-    """Yield why strategies were not checked, and what 2 nodes alone cannot show."""
-    reasons = grouped((why, sync) for sync, why in claims.unchecked.items())
-    elsewhere = "" if block.emulated_compute else _ELSEWHERE
-    for reason, names in reasons.items():
-        gives = "gives" if len(names) == 1 else "give"
-        yield (
-            f" whether {listed(names)} {gives} every rank the mean gradient was not checked: "
-            f"{reason}.{elsewhere}"
-        )
-    if claims.right and block.nodes_beyond_one == [2]:
-        yield (
-            " a strategy that divides by a literal 2 is right by chance. Compare on 3 "
-            f"{block.place}s as well."
-        )
 
 
 # --- which is fastest ---
@@ -247,10 +251,9 @@ def _speed_of_several(rows: Rows) -> str:
     return f"{names} are fastest, and cannot be told apart {between}{ratio}"
 
 
-def fastest(block: ComparisonGroup, rows: Rows) -> Found:
+def fastest(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the fastest strategy; strategies that compute something else take no part."""
-    wrong = check(block, rows[0].nodes).contradicted
-    right = sorted((row for row in rows if row.sync not in wrong), key=lambda row: row.step)
+    right = sorted((row for row in rows if not row.wrong), key=lambda row: row.step)
     if right:
         evidence = "; ".join(f"{row.sync} {timed(row)}" for row in right)
         yield ReportFinding(SPEED, f" {speed(right)}.", evidence)

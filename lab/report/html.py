@@ -37,12 +37,11 @@ class Section:
     """What the page shows of a block.
 
     id : the beginning of its ids in the page. topics : findings by topic, without ``wrong`` and
-    ``limits``. tables : names of columns by title. predicted : the lines with a prediction.
-    shared_nodes : see ``ComparisonGroup``.
+    ``limits``. tables : names of columns by title.
     """
 
     id: str
-    label: str
+    block: ComparisonGroup
     verdict: Verdict
     wrong: Sequence[ReportFinding]
     topics: Mapping[str, Sequence[ReportFinding]]
@@ -50,10 +49,8 @@ class Section:
     tables: Mapping[str, Sequence[str]]
     lines: Sequence[Line]
     losses: LossTable | None
-    predicted: Sequence[Line]
     figures: Sequence[Drawing]
     settings: Sequence[tuple[str, str]]
-    shared_nodes: Sequence[str]
 
 
 def render(
@@ -83,7 +80,8 @@ def render(
         companion=companion,
         compare=comparison.kind != "report",
         created=comparison.created,
-        emulated=what_is_emulated(comparison.known()) if comparison.emulated else "",
+        emulated=comparison.emulated,
+        imitated=_imitated(blocks),
         finished=comparison.finished,
         done=sum(cell.status == "done" for cell in comparison.cells),
         total=len(comparison.cells),
@@ -109,6 +107,12 @@ def render(
             "table.md": _data_address("text/markdown", tables.markdown(blocks)),
         },
     )
+
+
+def _imitated(blocks: Sequence[ComparisonGroup]) -> str:
+    """Return what was emulated, each sentence once."""
+    texts = [what_is_emulated(block.settings) for block in blocks if block.emulated]
+    return " ".join(dict.fromkeys(texts))
 
 
 def _has_failed(cell: Cell) -> bool:
@@ -158,7 +162,7 @@ def _section(
         shown["Tensors of the rank that holds most"] = tables.MEMORY
     return Section(
         id=prefix,
-        label=block.label,
+        block=block,
         verdict=verdict(block, found),
         wrong=wrong,
         topics=topics,
@@ -166,8 +170,6 @@ def _section(
         tables=shown,
         lines=lines,
         losses=loss_table(block),
-        predicted=[line for line in lines if line.row.prediction],
         figures=figures,
         settings=block_settings(block, comparison),
-        shared_nodes=block.shared_nodes,
     )

@@ -5,15 +5,13 @@ Needs no package but graphicx. Tables are plain ``tabular``; figures are the PNG
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
-from lab.comparison.record import Comparison
 from lab.report import tables
-from lab.report.drawings.figure_pages import Drawing, describe_block
+from lab.report.drawings.figure_pages import Drawing
 from lab.report.findings import findings
 from lab.report.losses import loss_table
 from lab.report.verdict import verdict
-from lab.report.view import ComparisonGroup, blocks, what_is_emulated
+from lab.report.view import ComparisonGroup, what_is_emulated
 
 _WIDTH = 100
 _SPECIAL = {mark: f"\\{mark}" for mark in "&%$#_{}"} | {
@@ -31,16 +29,17 @@ _BEGIN = r"""\documentclass{article}
 """
 
 
-def document(comparison: Comparison, folder: Path) -> str:
-    """Return the whole document. folder : where it will lie, with the figures that were drawn."""
+def document(
+    drawings: Sequence[tuple[ComparisonGroup, Sequence[Drawing]]], skipped: Sequence[str]
+) -> str:
+    """Return the whole document, which will lie beside the figures' files.
+
+    drawings : of each block. skipped : why folders are not in the report.
+    """
     parts = [_BEGIN]
-    groups = blocks(comparison)
-    for number, block in enumerate(groups, start=1):
-        drawn = [
-            figure for figure in describe_block(block) if (folder / f"{figure.name}.png").exists()
-        ]
-        parts += _block(block, drawn, f"group{number}-" if len(groups) > 1 else "")
-    parts += [f"{_paragraph(f'Not in this report: {reason}')}\n" for reason in comparison.skipped]
+    for number, (block, figures) in enumerate(drawings, start=1):
+        parts += _block(block, figures, f"group{number}-" if len(drawings) > 1 else "")
+    parts += [f"{_paragraph(f'Not in this report: {reason}')}\n" for reason in skipped]
     return "\n".join([*parts, r"\end{document}", ""])
 
 
@@ -66,7 +65,7 @@ def _block(block: ComparisonGroup, figures: Sequence[Drawing], prefix: str) -> l
     if losses is not None:
         caption = "Training loss over the global batch, by step"
         parts.append(_table(f"{prefix}losses", caption, losses.headings, losses.rows))
-    return parts + [_figure(figure) for figure in figures]
+    return parts + [_figure(figure) for figure in figures if not figure.missing]
 
 
 _MEDIANS = "Medians over the repeats of the mean over the ranks; in brackets the 95 % interval"

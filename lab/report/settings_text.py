@@ -62,7 +62,7 @@ def block_settings(block: ComparisonGroup, comparison: Comparison) -> list[tuple
     """Return the block's own settings, rate, batch sizes, seeds and folders."""
     repeats = [repeat for row in block.rows for repeat in row.cell.repeats]
     batch_sizes = {row.cell.batch_size for row in block.rows if row.cell.batch_size}
-    own = comparison.group_facts(block.group) | {
+    own = comparison.groups.get(str(block.group), {}) | {
         "link rate": link_text(block.rate),
         "global batch size": sorted(batch_sizes),
         "seeds": sorted({repeat.seed for repeat in repeats}),

@@ -14,7 +14,6 @@ from msgspec.structs import asdict
 from common.say import percent
 from common.sync.memory_cost import KINDS, Memory
 from lab.report.causes import Gap
-from lab.report.claims import wrong_rows
 from lab.report.losses import loss_table
 from lab.report.view import (
     NOTHING,
@@ -49,7 +48,6 @@ class Line(NamedTuple):
     row: CellRow
     values: dict[str, Any]
     texts: dict[str, str]
-    wrong: bool
     best: set[str]  # the columns of which the row has the best value on its number of nodes
 
 
@@ -91,7 +89,6 @@ COLUMNS = {
     "predicted_step_seconds": Column("predicted step, s", "s"),
     "measured_seconds": Column("measured, s", "s"),
     "prediction_error_ratio": Column("error", "+.1%"),
-    "error": Column("error", "+.1%"),
     "scope": Column("scope"),
     "state": Column("status"),
 }
@@ -121,7 +118,7 @@ MEMORY = (
 )
 PREDICTION = (
     *("cell", "predicted_compute_seconds", "predicted_sync_seconds", "predicted_step_seconds"),
-    *("measured_seconds", "error", "scope"),
+    *("measured_seconds", "prediction_error_ratio", "scope"),
 )
 MARKDOWN = (
     *(*_TIMES, *_COSTS, *_LINKS, "optimizer_state_bytes", "tensor_bytes", *_FORETOLD),
@@ -151,10 +148,9 @@ def shown(names: Sequence[str], lines: Sequence[Line]) -> list[str]:
 
 def lines(block: ComparisonGroup) -> list[Line]:
     """Return the rows of a block's tables."""
-    wrong = wrong_rows(block)
-    found = [_line(block, row, row in wrong) for row in block.rows]
+    found = [_line(block, row) for row in block.rows]
     for nodes in block.nodes_beyond_one:
-        right = [line for line in found if line.row.nodes == nodes and not line.wrong]
+        right = [line for line in found if line.row.nodes == nodes and not line.row.wrong]
         certain = _differ_by_strategy([line.row for line in right if line.row.step])
         for name in COLUMNS:
             if certain or name not in _BY_TIME:
@@ -168,13 +164,13 @@ def _differ_by_strategy(rows: Rows) -> bool:
     return len(rows) > 1 and Gap(in_order[0], in_order[-1]).by_messages
 
 
-def _line(block: ComparisonGroup, row: CellRow, wrong: bool) -> Line:
+def _line(block: ComparisonGroup, row: CellRow) -> Line:
     values = _values(block, row)
-    readable = values | _readable(row, wrong)
+    readable = values | _readable(row)
     if block.ranks_per_node == 1:
         readable["ranks"] = None  # the column "nodes" says it
     texts = {name: _text(row, name, readable[name]) for name in COLUMNS}
-    return Line(row, values, texts, wrong, set())
+    return Line(row, values, texts, set())
 
 
 def _mark_best(lines: Sequence[Line], name: str) -> None:
@@ -273,12 +269,12 @@ def _learned(row: CellRow) -> dict[str, float | None]:
 # --- the values that only readable tables have, or write in another way ---
 
 
-def _readable(row: CellRow, wrong: bool) -> dict[str, Any]:
+def _readable(row: CellRow) -> dict[str, Any]:
     """Return what readable tables show besides ``_values``, or in place of it."""
     others_sent = row.medians.others_bytes_sent if row.nodes > 1 else None
     return {
         "cell": row.name,
-        "claim": _claim(row, wrong),
+        "claim": _claim(row),
         "step_or_status": _step_or_status(row),
         "exposed_share": _exposed_share(row),
         "others_sent_bytes": others_sent,
@@ -291,11 +287,11 @@ def _readable(row: CellRow, wrong: bool) -> dict[str, Any]:
     }
 
 
-def _claim(row: CellRow, wrong: bool) -> str:
+def _claim(row: CellRow) -> str:
     """Return whether the strategy claims to be exact, and whether that is wrong."""
     if row.nodes == 1:
         return NOTHING
-    if wrong:
+    if row.wrong:
         return WRONG
     return "yes" if row.exact else "no"
 
@@ -317,16 +313,13 @@ def _prediction(row: CellRow) -> dict[str, Any]:
     """Return what readable tables show of a prediction that the CSV does not have."""
     prediction = row.prediction
     if prediction is None:  # no table shows it
-        return dict.fromkeys(
-            ("predicted_compute_seconds", "predicted_sync_seconds", "error", "scope")
-        )
+        return dict.fromkeys(("predicted_compute_seconds", "predicted_sync_seconds", "scope"))
     scope = "in scope"
     if not prediction.in_scope:
         scope = f"out of scope: {prediction.why or 'no reason given'}"
     return {
         "predicted_compute_seconds": prediction.compute_seconds,
         "predicted_sync_seconds": prediction.sync_seconds,
-        "error": row.error,
         "scope": scope,
     }
 

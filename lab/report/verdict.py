@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from common.say import factor_text, listed, percent
 from lab.report.causes import BUSY, Gap, load, messages, why
-from lab.report.claims import check
 from lab.report.findings import (
     ReportFinding,
     speed,
@@ -65,8 +64,7 @@ def _of_one_node(rows: Rows) -> Verdict:
 def _of_wrong_results(block: ComparisonGroup, rows: Rows, wrong: Sequence[str]) -> Verdict:
     """Return what is wrong, and which of the other strategies is fastest."""
     nodes = rows[0].nodes
-    contradicted = check(block, nodes).contradicted
-    right = [row for row in rows if row.sync not in contradicted]
+    right = [row for row in rows if not row.wrong]
     text = wrong[0]
     if len(wrong) > 1:
         text += f" ({len(wrong) - 1} more below)"
@@ -119,16 +117,17 @@ def _machine(rows: Rows) -> str:
 
 def _averaging(block: ComparisonGroup, rows: Rows) -> str:
     """Return the part of the sentence that says whether every rank got the mean gradient."""
-    claims = check(block, rows[0].nodes)
-    if claims.right:
+    in_order = block.at(rows[0].nodes)
+    right = [row.sync for row in in_order if row.claim.right]
+    if right:
         exact = sum(row.exact for row in rows)
-        who = strategies(list(claims.right), of=len(rows))
-        if len(claims.right) == exact and len(rows) > exact > 2:
+        who = strategies(right, of=len(rows))
+        if len(right) == exact and len(rows) > exact > 2:
             who = f"the {exact} exact strategies"
         return f"; with {who} every rank got the mean gradient in the first step"
-    if not claims.unchecked:
+    reasons = listed(dict.fromkeys(row.claim.why_not for row in in_order if row.claim.why_not))
+    if not reasons:
         return ""
-    reasons = listed(list(dict.fromkeys(claims.unchecked.values())))
     return f"; whether every rank got the mean gradient was not checked ({reasons})"
 
 

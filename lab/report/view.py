@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from statistics import fmean, median
 from typing import Literal
@@ -19,7 +20,6 @@ from common.say import count, listed, rate_text
 from common.sync import STRATEGIES
 from common.sync.memory_cost import Memory
 from common.utils.grouping import grouped
-from common.utils.typed_json import Facts, convert
 from lab.comparison.record import (
     Cell,
     Comparison,
@@ -29,6 +29,7 @@ from lab.comparison.record import (
     PredictedCell,
     Repeat,
 )
+from lab.report.claims import CellClaim, claim_of
 from lab.units import parse_rate
 
 NOTHING = "–"
@@ -53,6 +54,7 @@ class CellRow:
     baseline: "CellRow | None" = None
     prediction: PredictedCell | None = None
     place: Place = "rank"
+    emulated_compute: bool = False
 
     @property
     def sync(self) -> str:
@@ -84,6 +86,16 @@ class CellRow:
     def alone(self) -> Place:
         """What the single rank is called with which the cell is compared."""
         return self.place if self.baseline is None else self.baseline.place
+
+    @cached_property
+    def claim(self) -> CellClaim:
+        """What is known of its claim to be exact."""
+        return claim_of(self.cell, emulated=self.emulated_compute)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it does not compute what it claims."""
+        return self.claim.contradicted
 
     @property
     def medians(self) -> Medians:
@@ -345,14 +357,18 @@ def order(sync: str) -> tuple[int, str]:
 
 def blocks(comparison: Comparison) -> list[ComparisonGroup]:
     """Split the cells into comparable blocks; each block of a group has its one-node cell."""
-    groups = grouped((cell.group, cell) for cell in comparison.cells)
-    keys = [(group, rate) for group in sorted(groups) for rate in _rates(groups[group])]
+    groups = sorted({cell.group for cell in comparison.cells})
+    cells = grouped((cell.group, cell) for cell in comparison.cells)
+    keys = [(group, rate) for group in groups for rate in _rates(cells[group])]
     several_groups = len(groups) > 1
     several_rates = len({rate for _, rate in keys}) > 1
     found = []
     for group, rate in keys:
-        settings = _settings(comparison, group)
+        settings = comparison.known(group)
         imitated = rate is not None or settings.compute != "real"
+        rows = _rows(
+            comparison, cells[group], rate, emulated_compute=_is_emulated(settings.compute)
+        )
         labels = []
         suffix = ""
         if several_groups:
@@ -368,7 +384,7 @@ def blocks(comparison: Comparison) -> list[ComparisonGroup]:
                 rate=rate,
                 label=", ".join(labels),
                 suffix=suffix,
-                rows=_rows(comparison, groups[group], rate),
+                rows=rows,
                 emulated=comparison.emulated and imitated,
                 settings=settings,
             )
@@ -382,30 +398,21 @@ def _rates(cells: Sequence[Cell]) -> list[LinkRate | None]:
     return rates or [cells[0].rate]
 
 
-def _differing(comparison: Comparison) -> list[str]:
-    """Return the names of the settings that set groups apart."""
-    return [difference.split(":")[0] for difference in comparison.differences]
-
-
-def _settings(comparison: Comparison, group: int) -> GroupSettings:
-    """Return a group's settings; of the comparison's own, only those in which no groups differ."""
-    differing = _differing(comparison)
-    facts: Facts = {
-        name: value for name, value in comparison.settings.items() if name not in differing
-    }
-    return convert(facts | comparison.group_facts(group), GroupSettings, name="settings")
-
-
 def _group_label(comparison: Comparison, group: int) -> str:
     """Return what sets a group apart as a person writes it, or its number."""
-    own = comparison.group_facts(group)
-    apart = [
-        f"{name.replace('_', ' ')} {own[name]}" for name in _differing(comparison) if name in own
-    ]
+    own = comparison.groups.get(str(group), {})
+    differing = [difference.split(":")[0] for difference in comparison.differences]
+    apart = [f"{name.replace('_', ' ')} {own[name]}" for name in differing if name in own]
     return listed(apart, most=2) if apart else f"group {group}"
 
 
-def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) -> list[CellRow]:
+def _rows(
+    comparison: Comparison,
+    cells: Sequence[Cell],
+    rate: LinkRate | None,
+    *,
+    emulated_compute: bool,
+) -> list[CellRow]:
     """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
     members = [cell for cell in cells if cell.nodes > 1 and cell.rate == rate]
     baseline = None
@@ -414,12 +421,16 @@ def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) 
         one = min(singles, key=lambda cell: cell.rate != rate)  # of this rate, or else of any
         members.append(one)
         baseline = CellRow(one, place=_place_alone(members))
+    predicted: dict[str, PredictedCell] = {}
+    if comparison.prediction is not None:
+        predicted = comparison.prediction.cells
     rows = [
         CellRow(
             cell,
             baseline,
-            comparison.predicted(cell.id),
+            predicted.get(cell.id),
             _place(members) if cell.nodes > 1 else _place_alone(members),
+            emulated_compute,
         )
         for cell in members
     ]

@@ -152,7 +152,7 @@ def _of_cell(comparison: Comparison, cell: Cell, name: str) -> ObservedStep:
     nodes = cell.nodes
     if cell.rate is None:
         nodes = _hosts_of(cell)
-    model = comparison.known(cell.group).model or comparison.known().model
+    model = comparison.known(cell.group).model
     return ObservedStep(
         where=where,
         nodes=nodes,

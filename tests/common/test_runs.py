@@ -6,7 +6,7 @@ import os
 import pytest
 
 from common.errors import UserError
-from common.runs import read_config, read_epochs, read_run, read_steps, read_timeline
+from common.runs import mean_seconds, read_config, read_epochs, read_run, read_steps, read_timeline
 
 SECONDS = {
     **{"data": 0.1, "forward": 0.2, "backward": 0.4, "sync": 0.2, "update": 0.1, "step": 1.0},
@@ -51,7 +51,7 @@ def test_a_run_has_what_its_files_have(tmp_path):
     assert run.machine.usable_cores == 2
     assert run.environment["cpu"] == "c"
     assert (run.summary.step_seconds, run.summary.test_accuracy) == (1.0, 0.5)
-    assert run.ranks.mean_seconds().sync == pytest.approx(0.2)
+    assert mean_seconds(run.ranks.ranks).sync == pytest.approx(0.2)
     assert [step.loss for step in read_steps(folder)] == [1.0, 0.5]
     assert [epoch.seconds for epoch in read_epochs(folder)] == [2.5]
     assert read_timeline(folder) is None

@@ -67,7 +67,7 @@ def lab(arguments):
     def command(run):
         return [__file__, *real(run)[1:], *os.environ.get("FLAGS", "").split()]
 
-    def write_page(folder, comparison, companion):
+    def write_page(folder, comparison, **_options):
         (folder / "report.html").write_text(
             " ".join(cell.id for cell in comparison.cells if cell.status == "done")
         )

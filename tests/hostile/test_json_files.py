@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
+from msgspec import to_builtins
 from rich.console import Console
 
 from common.emulation.compute_profile import Layer, Profile, SectionTime, load_profile
@@ -21,7 +22,7 @@ from lab.compare.imported_runs import collect
 from lab.compare.jobs import merge_results, planned_run
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
-from lab.comparison.record import as_json, read_comparison, write_comparison
+from lab.comparison.record import read_comparison, write_comparison
 from lab.predict.calibration_file import describe, load_calibration, reference_path
 from lab.predict.printing import summarize
 from lab.predict.scenario import Scenario
@@ -289,7 +290,7 @@ def test_a_plan_that_is_accepted_names_its_runs(cases, tmp_path):
         assert run.title
         assert run.seed >= 0
 
-    check_reader(folder, cases, "results.json", as_json(good), use)
+    check_reader(folder, cases, "results.json", to_builtins(good), use)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_a_plan_that_is_accepted_names_its_runs(cases, tmp_path):
 )
 def test_a_damaged_plan_is_refused(place, value, said, tmp_path):
     folder, results = plan(tmp_path, repeats=2)
-    (folder / "results.json").write_text(json.dumps(changed(as_json(results), place, value)))
+    (folder / "results.json").write_text(json.dumps(changed(to_builtins(results), place, value)))
     with pytest.raises(UserError, match=said):
         planned_run(folder, 1)
 
@@ -313,7 +314,7 @@ def test_what_a_plan_runs_follows_from_its_settings_alone(change, tmp_path):
     """Changed cells in the file change nothing, neither in a run nor in the report."""
     folder, results = plan(tmp_path, repeats=2)
     planned = planned_run(folder, 1)[0].cell
-    content = as_json(results)
+    content = to_builtins(results)
     content["cells"][1].update(change)
     (folder / "results.json").write_text(json.dumps(content))
     assert planned_run(folder, 1)[0].cell == planned

@@ -4,7 +4,7 @@ As in ``lab.report.drawings.figures``, each ``draw_*`` returns the figure of a b
 NothingToShowError with a sentence for the page if there is nothing to show.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -22,15 +22,12 @@ from lab.plot_style import (
     line_key,
     title,
 )
-from lab.report.claims import wrong_rows
 from lab.report.losses import Curves, curves, differences
-from lab.report.view import CellRow, ComparisonGroup, Rows, small_text
+from lab.report.view import ComparisonGroup, Rows
 from lab.strategy_style import color, marker
 
 _ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
-_MOST_PANELS = 12
 _DOTTED = (0, (1, 1.5))  # the line of a single rank
-_LOSS_AXIS = "training loss (global batch)"
 
 
 class DrawnLine(NamedTuple):
@@ -42,16 +39,16 @@ class DrawnLine(NamedTuple):
 
 
 def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw the loss over the steps.
-
-    A panel shows a number of ranks, inexact strategies dashed; or, where no two lines would be
-    apart, a single strategy.
-    """
-    found = _losses(block)
-    if _own_panels(block, found):
-        return _draw_apart(block, found, narrow=narrow)
-    panels = {nodes: list(_lines(block, nodes)) for nodes in found}
-    return _draw_panels(block, panels, "Loss over steps", _LOSS_AXIS, narrow=narrow)
+    """Draw the loss over the steps, a panel per number of ranks, inexact strategies dashed."""
+    recorded = [nodes for nodes in block.nodes if curves(block.at(nodes))]
+    if not recorded and block.emulated_compute:
+        raise NothingToShowError("No figure, because compute was emulated: nothing was learned.")
+    if not recorded:
+        raise NothingToShowError("No cell has recorded its losses yet.")
+    panels = {nodes: list(_lines(block, nodes)) for nodes in recorded}
+    return _draw_panels(
+        block, panels, "Loss over steps", "training loss (global batch)", narrow=narrow
+    )
 
 
 def _draw_panels(
@@ -75,7 +72,9 @@ def _draw_panels(
     for index, (axis, nodes) in enumerate(zip(axes, panels, strict=True)):
         for line in panels[nodes]:
             handles.setdefault(line.label, _draw_line(axis, line))
-        _label_panel(axis, block.size_text(nodes))
+        axis.set(xlabel="step", title=block.size_text(nodes))
+        axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axis.grid()
         if narrow or index % 2 == 0:
             axis.set_ylabel(ylabel)
     figure.legend(
@@ -86,74 +85,6 @@ def _draw_panels(
     )
     title(figure, heading, emulated=block.emulated)
     return figure
-
-
-def _label_panel(axis: Axes, heading: str) -> None:
-    axis.set(xlabel="step", title=heading)
-    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axis.grid()
-
-
-def _losses(block: ComparisonGroup) -> dict[int, Curves]:
-    """Return the losses by number of ranks; NothingToShowError if there are none."""
-    found = {nodes: lines for nodes in block.nodes if (lines := curves(block.at(nodes)))}
-    if not found and block.emulated_compute:
-        raise NothingToShowError("No figure, because compute was emulated: nothing was learned.")
-    if not found:
-        raise NothingToShowError("No cell has recorded its losses yet.")
-    return found
-
-
-def _own_panels(block: ComparisonGroup, found: Mapping[int, Curves]) -> bool:
-    """Return whether each strategy gets a panel, because its line would hide behind another."""
-    few = sum(map(len, found.values())) < _MOST_PANELS
-    return few and all(map(_coincide, found.values()))
-
-
-def _draw_apart(block: ComparisonGroup, found: Mapping[int, Curves], *, narrow: bool) -> Figure:
-    """Draw each strategy on each number of ranks in a panel of its own, with the same axes."""
-    panels = [
-        (f"{sync}, {block.size_text(nodes)}", color(sync), losses)
-        for nodes, by_sync in found.items()
-        for sync, losses in by_sync.items()
-    ]
-    if block.baseline and 1 not in found:
-        alone = curves([block.baseline]).items()
-        panels = [(f"{sync}, 1 {block.alone}", INK, losses) for sync, losses in alone] + panels
-    figure, axes = grid(
-        len(panels),
-        narrow=narrow,
-        columns=2 if narrow else 3,
-        height=1.9,
-        extra=0.4,
-        sharex=True,
-        sharey=True,
-    )
-    for axis, (heading, line_color, losses) in zip(axes, panels, strict=True):
-        _draw_line(axis, DrawnLine(heading, losses, {"color": line_color, "linewidth": 1.4}))
-        _label_panel(axis, heading)
-        axis.tick_params(labelbottom=True)
-    figure.supylabel(_LOSS_AXIS, fontsize=9)
-    title(figure, "Loss over steps, each strategy by itself", emulated=block.emulated)
-    return figure
-
-
-def loss_caption(block: ComparisonGroup) -> str:
-    """Return what the figure of losses shows, and how far lines that coincide are apart."""
-    text = "Training loss over the global batch, of one seed. "
-    try:
-        found = _losses(block)
-    except NothingToShowError:
-        return text
-    if not _own_panels(block, found):
-        return text + (
-            "Strategies that claim to be exact must have the same loss; they are drawn as one line "
-            "where no difference is visible. The others are dashed."
-        )
-    words = "; ".join(
-        _in_words(block.size_text(nodes), by_sync) for nodes, by_sync in found.items()
-    )
-    return f"{text}The lines lie on top of each other, so each has a panel: {words}."
 
 
 def draw_iterations(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -253,17 +184,6 @@ def _coincide(found: Curves) -> bool:
     return most is not None and most <= _ONE_LINE * (max(values) - min(values))
 
 
-def _in_words(where: str, found: Curves) -> str:
-    """Return what coinciding curves show."""
-    curve = next(iter(found.values()))
-    most = max(differences(found))
-    apart = f"differ by at most {small_text(most)}" if most else "have the same loss at every step"
-    return (
-        f"on {where} the loss goes from {curve[min(curve)]:.3f} to "
-        f"{curve[max(curve)]:.3f} in {len(curve)} steps, and the {len(found)} strategies {apart}"
-    )
-
-
 def _lines(block: ComparisonGroup, nodes: int) -> Iterator[DrawnLine]:
     """Yield the lines of a panel: one rank's, if its batches are the same, exact ones, the rest."""
     rows = block.at(nodes)
@@ -274,19 +194,19 @@ def _lines(block: ComparisonGroup, nodes: int) -> Iterator[DrawnLine]:
             look = {"color": color("none"), "linewidth": 1.2, "linestyle": _DOTTED}
             yield DrawnLine(f"none (1 {block.alone})", found["none"], look)
     known = [row for row in rows if row.sync in found]
-    yield from _exact_lines([row for row in known if row.exact], found, wrong_rows(block))
+    yield from _exact_lines([row for row in known if row.exact], found)
     lossy = [row.sync for row in known if not row.exact]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):
         look = {"color": color(sync), "linewidth": 1.6, "linestyle": dashes}
         yield DrawnLine(f"{sync} (not exact)", found[sync], look)
 
 
-def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[DrawnLine]:
+def _exact_lines(rows: Rows, found: Curves) -> Iterator[DrawnLine]:
     """Yield one line for all right strategies where they look alike, and one for each other."""
     apart = rows
-    right = {row.sync: found[row.sync] for row in rows if row not in wrong}
+    right = {row.sync: found[row.sync] for row in rows if not row.wrong}
     if _coincide(right):
-        apart = [row for row in rows if row in wrong]
+        apart = [row for row in rows if row.wrong]
         others = "other " if apart else ""
         longest = max(right.values(), key=len)
         look = {"color": INK, "linewidth": 1.8}
@@ -296,5 +216,5 @@ def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[Dra
         width = 1.8
         if len(apart) > 1:
             width = max(1.0, 3.2 - 0.5 * index)
-        label = f"✗ {row.sync}" if row in wrong else row.sync
+        label = f"✗ {row.sync}" if row.wrong else row.sync
         yield DrawnLine(label, found[row.sync], {"color": color(row.sync), "linewidth": width})

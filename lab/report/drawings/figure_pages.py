@@ -1,6 +1,6 @@
 """The list of figures with their captions; draws them to files and for the page."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -9,14 +9,13 @@ from matplotlib.figure import Figure
 
 from common.runs import TimelineFile
 from common.say import listed, percent
-from lab.comparison.record import Comparison
 from lab.plot_style import NothingToShowError, style
 from lab.report.drawings import figures
-from lab.report.drawings.curves import draw_iterations, draw_loss, draw_ranks, loss_caption
+from lab.report.drawings.curves import draw_iterations, draw_loss, draw_ranks
 from lab.report.drawings.svg import inline, save, svg
 from lab.report.drawings.timeline import mean_overlap, overlap
 from lab.report.drawings.timeline_figure import Row, draw_timeline
-from lab.report.view import CellRow, ComparisonGroup, blocks, link_text
+from lab.report.view import CellRow, ComparisonGroup, link_text
 
 
 class Drawing(NamedTuple):
@@ -72,23 +71,23 @@ FIGURES: dict[str, tuple[str, Callable[..., Figure], Caption]] = {
         "the assignment asks. Even steps show a quiet machine; single peaks are other programs, or "
         "steps that --timeline recorded. The medians leave recorded steps out.",
     ),
-    "loss": ("Loss over steps", draw_loss, loss_caption),
+    "loss": (
+        "Loss over steps",
+        draw_loss,
+        "Training loss over the global batch, of one seed. Strategies that claim to be exact must "
+        "have the same loss; they are drawn as one line where no difference is visible. The "
+        "others are dashed.",
+    ),
 }
 
 
 def draw_block(folder: Path, block: ComparisonGroup) -> Iterator[Drawing]:
     """Draw every figure of ``block`` into ``folder``, and yield them for the page."""
-    draws = [draw for _, draw, _ in FIGURES.values()]
-    for described, draw in zip(describe_block(block), draws, strict=True):
-        yield _drawn(folder, described, partial(draw, block))
-
-
-def describe_block(block: ComparisonGroup) -> Iterator[Drawing]:
-    """Yield the names, titles and captions of a block's figures, undrawn."""
     label = f", {block.label}" if block.label else ""
-    for name, (title, _, caption) in FIGURES.items():
+    for name, (title, draw, caption) in FIGURES.items():
         text = caption(block) if callable(caption) else caption
-        yield Drawing(name + block.suffix, title + label, text)
+        described = Drawing(name + block.suffix, title + label, text)
+        yield _drawn(folder, described, partial(draw, block))
 
 
 def _drawn(folder: Path, described: Drawing, draw: Callable[..., Figure]) -> Drawing:
@@ -104,17 +103,22 @@ def _drawn(folder: Path, described: Drawing, draw: Callable[..., Figure]) -> Dra
         return described._replace(missing=str(error))
 
 
-def draw_timelines(folder: Path, comparison: Comparison) -> Iterator[Drawing]:
-    """Draw each cell's recorded step, cells of one rank last, since they send no messages."""
-    by_id = {row.cell.id: row for block in blocks(comparison) for row in block.rows}
-    for row in sorted(by_id.values(), key=lambda row: row.nodes == 1):
-        if row.cell.id not in comparison.timelines:
+def draw_timelines(
+    folder: Path, groups: Sequence[ComparisonGroup], timelines: Mapping[str, TimelineFile]
+) -> Iterator[Drawing]:
+    """Draw each cell's recorded step, cells of one rank last, since they send no messages.
+
+    timelines : by the cells' ids.
+    """
+    by_id = {row.cell.id: (row, block) for block in groups for row in block.rows}
+    for row, block in sorted(by_id.values(), key=lambda drawn: drawn[0].nodes == 1):
+        if row.cell.id not in timelines:
             continue
-        timeline = comparison.timelines[row.cell.id]
+        timeline = timelines[row.cell.id]
         title = _timeline_title(row, timeline)
         described = Drawing(f"timeline-{row.cell.id}", title, _timeline_caption(timeline))
         rows = [Row(_lane_name(row, rank.rank), rank, timeline.ranks) for rank in timeline.ranks]
-        draw = partial(draw_timeline, rows, heading=title, emulated=comparison.emulated)
+        draw = partial(draw_timeline, rows, heading=title, emulated=block.emulated)
         yield _drawn(folder, described, draw)
 
 

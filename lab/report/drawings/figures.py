@@ -26,7 +26,6 @@ from lab.plot_style import (
     section_style,
     title,
 )
-from lab.report.claims import wrong_rows
 from lab.report.view import CellRow, ComparisonGroup, seconds_text
 from lab.strategy_style import color
 
@@ -275,7 +274,7 @@ class _Panels:
         self.singles: list[CellRow] = []
         if baseline and block.nodes != [1]:
             self.singles = [row for row in block.rows if row.nodes == 1]
-        wrong = {row.sync for row in wrong_rows(block)}
+        wrong = {row.sync for row in block.rows if row.wrong}
         self.labels = [f"{row.sync} (1 {block.alone})" for row in self.singles]
         self.labels += [f"✗ {sync}" if sync in wrong else sync for sync in block.syncs]
         self.columns = 3

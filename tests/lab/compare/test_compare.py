@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec import to_builtins
 
 from common.config.parser import parse_arguments
 from common.errors import UserError
@@ -40,7 +41,6 @@ from lab.compare.settings import Settings
 from lab.comparison.record import (
     PredictedCell,
     Prediction,
-    as_json,
     read_comparison,
     write_comparison,
 )
@@ -357,7 +357,7 @@ def test_a_failed_cell_says_why_stops_nothing_and_is_tried_again(fake_parts, tmp
     assert not results.finished
     other, _ = compare(asks(nodes=(1,), repeats=1), reports=tmp_path)
     assert other != folder
-    newer = json.dumps(as_json(results) | {"format": 99})
+    newer = json.dumps(to_builtins(results) | {"format": 99})
     for name, wrong in (("cut", newer[:200]), ("newer", newer)):
         (tmp_path / f"compare-{name}").mkdir()
         (tmp_path / f"compare-{name}" / "results.json").write_text(wrong)

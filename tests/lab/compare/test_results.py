@@ -237,7 +237,7 @@ def test_an_earlier_calibration_predicts_runs_of_its_machine(
     if results.prediction is None:
         return
     assert results.prediction.made == reference.made
-    one, ring = (results.predicted(cell.id) for cell in results.cells)
+    one, ring = (results.prediction.cells[cell.id] for cell in results.cells)
     assert one.in_scope
     assert one.sync_seconds == 0 < ring.sync_seconds
     assert one.compute_seconds == reference.compute.at(256, ranks_here=1).seconds

@@ -10,7 +10,6 @@ from common.errors import UserError
 from common.profiling.records import GradientClaim
 from lab.compare.reporting import report_on
 from lab.comparison.record import read_comparison, write_comparison
-from lab.report.claims import check
 from lab.report.findings import EQUAL, findings
 from lab.report.view import blocks
 from tests.helpers import ROOT, TINY, Started, free_port, user_environment
@@ -32,6 +31,17 @@ def comparison(*cells, **settings):
 def block(*cells, **settings):
     (found,) = blocks(comparison(*cells, **settings))
     return found
+
+
+def claims_of(found):
+    """Return what is known of each strategy on 2 nodes."""
+    return {row.sync: row.claim for row in found.at(2)}
+
+
+def wrong_in(claims):
+    """Return the pattern of each strategy that gave something else than the mean."""
+    seen = {sync: claim.seen for sync, claim in claims.items() if claim.seen}
+    return {sync: one.judgement.pattern for sync, one in seen.items() if not one.judgement.right}
 
 
 def claiming(sync, *claims, **more):
@@ -64,13 +74,13 @@ UNKNOWN = GradientClaim(step=1, why_not="all gradients of step 1 are zero")
 )
 def test_weights_that_are_not_the_mean_are_named(claims, pattern):
     entry = claiming("ring", *claims)
-    found = check(block(entry, cell("ddp", 2)), 2)
-    assert {sync: seen.judgement.pattern for sync, seen in found.wrong.items()} == {"ring": pattern}
-    assert list(found.right) == ["ddp"]
+    found = claims_of(block(entry, cell("ddp", 2)))
+    assert wrong_in(found) == {"ring": pattern}
+    assert (found["ddp"].right, found["ring"].contradicted) == (True, True)
     said = [finding for finding in findings(block(entry)) if finding.topic == EQUAL]
     assert said[0].wrong
-    assert found.wrong["ring"].judgement.sentence in said[0].text
-    assert found.wrong["ring"].judgement.finding in said[0].evidence
+    assert found["ring"].seen.judgement.sentence in said[0].text
+    assert found["ring"].seen.judgement.finding in said[0].evidence
 
 
 @pytest.mark.parametrize(
@@ -84,23 +94,23 @@ def test_weights_that_are_not_the_mean_are_named(claims, pattern):
 )
 def test_what_is_not_recorded_is_not_checked_and_never_right(claims, settings, reason):
     found = block(claiming("ring", *claims), **settings)
-    claims = check(found, 2)
-    assert not claims.right
-    assert not claims.contradicted
-    assert reason in claims.unchecked["ring"]
+    claim = claims_of(found)["ring"]
+    assert not claim.right
+    assert not claim.contradicted
+    assert reason in claim.why_not
     [said] = [finding for finding in findings(found) if finding.topic == EQUAL]
     assert said.caution
     assert reason in said.text
 
 
 def test_only_exact_strategies_promise_the_mean_and_equal_weights():
-    for sync, contradicted in (("ring", {"ring"}), ("topk", set())):
+    for sync, contradicted in (("ring", True), ("topk", False)):
         apart = claiming(sync, weights(MEAN))
         apart.repeats[0].equal_weights = False
-        found = check(block(apart), 2)
-        assert found.contradicted == contradicted
-        assert not found.right
-        assert not found.unchecked
+        claim = claims_of(block(apart))[sync]
+        assert claim.contradicted == contradicted
+        assert not claim.right
+        assert not claim.why_not
 
 
 def test_an_older_file_is_not_checked(tmp_path):
@@ -112,7 +122,8 @@ def test_an_older_file_is_not_checked(tmp_path):
         del repeat["claim"]
         repeat["one_process"] = {"agrees": True}
     path.write_text(json.dumps(entries))
-    assert list(check(*blocks(read_comparison(path)), 2).unchecked) == ["ring"]
+    claim = claims_of(*blocks(read_comparison(path)))["ring"]
+    assert (claim.seen, claim.right, bool(claim.why_not)) == (None, False, True)
 
 
 @pytest.mark.parametrize("rows", [[[0.5, 0.5]], [[0.5], [0.5]], [[0.5] * 3] * 3])
@@ -165,9 +176,12 @@ def test_a_report_on_real_runs_names_what_wrong_strategies_do(tmp_path, capsys):
     [path] = (tmp_path / "reports").glob("report-*/results.json")
     printed = capsys.readouterr().out
     assert printed.count("yes: WRONG") == 4
-    found = check(*blocks(read_comparison(path)), 2)
-    assert {sync: seen.judgement.pattern for sync, seen in found.wrong.items()} == wrong
-    assert set(found.unequal_ranks) == {"halving_doubling", "reduce_broadcast"}
-    assert set(found.right) == {"all_reduce", "gather_scatter"}
-    assert not found.unchecked
+    found = claims_of(*blocks(read_comparison(path)))
+    assert wrong_in(found) == wrong
+    unequal = {sync for sync, claim in found.items() if claim.unequal_ranks}
+    assert unequal == {"halving_doubling", "reduce_broadcast"}
+    assert {sync for sync, claim in found.items() if claim.right} == {
+        *("all_reduce", "gather_scatter")
+    }
+    assert not any(claim.why_not for claim in found.values())
     assert printed.endswith(f"\nreport: {path.parent / 'report.html'}\n")

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from lab.report import write_latex, write_report
+from lab.report import write_report
 from lab.report.latex import escape
 from tests.helpers.report_samples import cell, results
 
@@ -23,8 +23,7 @@ def folder(tmp_path_factory):
     data.groups = {"0": {"data_dir": HOSTILE}, "1": {"data_dir": "b"}}
     data.skipped = [HOSTILE]
     data.cells += [cell("none", 1, group=1), cell("ring", 2, group=1, status="failed")]
-    write_report(folder, data)
-    write_latex(folder, data)
+    write_report(folder, data, latex=True)
     return folder
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from lab.plot_style import NothingToShowError, plt
 from lab.report import html, tables
 from lab.report.drawings import figures
-from lab.report.drawings.curves import draw_iterations, draw_loss, draw_ranks, loss_caption
+from lab.report.drawings.curves import draw_iterations, draw_loss, draw_ranks
 from lab.report.findings import findings
 from lab.report.losses import loss_table
 from lab.report.view import blocks
@@ -197,7 +197,10 @@ def test_equal_values_become_a_sentence():
     equal = group(*on(2, "ring", "ddp"))
     with pytest.raises(NothingToShowError, match=r"sends the same: 36\.9 MB a step on 2 nodes"):
         figures.draw_bytes(equal, narrow=False)
-    assert "from 2.350 to 1.073 in 30 steps" in loss_caption(equal)
+    [one_node, exact] = draw_loss(equal, narrow=False).axes[0].lines
+    assert list(zip(*exact.get_data(), strict=True)) == equal.rows[1].runs[0].losses
+    assert exact.get_label() == "the 2 strategies that claim to be exact"
+    assert one_node.get_label() == "none (1 node)"
     # one number of nodes on which they differ is enough for a figure
     both = group(*on(2, "ring", "ddp"), *on(4, "ring", "gather_scatter"))
     assert len(figures.draw_bytes(both, narrow=False).axes) == 2
@@ -215,20 +218,6 @@ def test_numbers_stand_beside_the_panels_not_on_lines(narrow):
         axes = draw(block, narrow=narrow).axes
         assert [text.get_text() for text in axes[0].texts] == first
         assert all(text.xy[0] > 1 for axis in axes for text in axis.texts)
-
-
-@pytest.mark.parametrize("narrow", [False, True])
-def test_lines_that_coincide_have_a_panel_each(narrow):
-    block = group(*on(2, "ring", "ddp"))
-    figure = draw_loss(block, narrow=narrow)
-    axes = [axis for axis in figure.axes if axis.get_visible()]
-    titles = [axis.get_title() for axis in axes]
-    assert titles == ["none, 1 node", "ring, 2 nodes", "ddp, 2 nodes"]
-    for axis, row in zip(axes, block.rows, strict=True):
-        [line] = axis.lines
-        assert list(zip(*line.get_data(), strict=True)) == row.runs[0].losses
-    assert "a panel" in loss_caption(block)
-    assert "one line" in loss_caption(group(*on(2, "ring"), *on(2, "topk")))
 
 
 def test_iterations_are_drawn_without_the_first():

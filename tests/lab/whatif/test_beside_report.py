@@ -20,7 +20,9 @@ def linked(monkeypatch):
     """Leave out the report's figures, and return the pages that reports link to."""
     pages = []
     monkeypatch.setattr(
-        reporting, "write_report", lambda folder, comparison, companion: pages.append(companion)
+        reporting,
+        "write_report",
+        lambda folder, comparison, companion, latex: pages.append(companion),
     )
     return pages
 
