@@ -3,17 +3,22 @@
 Both are collective: every rank calls them, in the same order.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from common.distributed.collectives import gather_objects
-from common.distributed.gpus import Peer, this_peer
 from common.distributed.launch_env import launch_from_environment
 from common.distributed.node_identity import layout_of
 from common.distributed.process_group import current_world
 from common.errors import UserError
 from common.utils.grouping import grouped
+
+if TYPE_CHECKING:
+    from common.distributed.gpus import Peer
 
 
 def ranks_by_node(ranks_per_node: int | None) -> list[list[int]]:
@@ -29,6 +34,9 @@ def ranks_by_node(ranks_per_node: int | None) -> list[list[int]]:
     world = current_world()
     if world.size == 1:
         return [[0]]
+    # One process needs none of it.
+    from common.distributed.gpus import Peer, this_peer
+
     launch = launch_from_environment(world.rank, world.size)
     mine = this_peer((), launch.local_rank, local_size=launch.local_size)
     peers = gather_objects(world, mine, schema=Peer)

@@ -54,7 +54,7 @@ CHECKS = {
     r" learn/(blind|10)|lab learn 10 --check|docs/learn/gallery": Elsewhere(
         "tests/lab/learn checks, breaks and draws the same"
     ),
-    r"lab\.grade\.driver": Elsewhere("tests/lab/grade/test_courses.py runs the page's driver"),
+    r"lab\.grade\.judge": Elsewhere("tests/lab/grade/test_courses.py runs the page's driver"),
     "--print-rubric": quick(),
     "autograder.zip": quick(prints="written: autograder.zip"),
     "kubectl|docker|helm": Elsewhere("needs Kubernetes; test_kubernetes.py checks the files"),

@@ -12,6 +12,7 @@ import importlib
 import operator
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from re import _constants as sre
 from re import _parser as parser
@@ -364,11 +365,17 @@ def test_the_patterns_are_found():
 
 @pytest.mark.parametrize(
     "pattern",
-    [r"^\s*import", r"(\d+)([a-z]?)$", r"\[at [^\]]*\]", r"(a+)+b", r"^usage: (.*?)^\S+: error"],
+    [
+        r"(?m)^\s*import",
+        r"(\d+)([a-z]?)$",
+        r"\[at [^\]]*\]",
+        r"(a+)+b",
+        r"(?ms)^usage: (.*?)^\S+: error",
+    ],
 )
-def test_a_slow_pattern_is_caught(limited, pattern):
-    use = Use("here", pattern, re.MULTILINE | re.DOTALL, "search")
-    assert slow_text(use, limited) is not None
+def test_a_slow_pattern_is_caught(limited, pattern, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 0.5)
+    assert slow_text(Use("here", pattern, 0, "search"), limited) is not None
 
 
 @pytest.mark.slow

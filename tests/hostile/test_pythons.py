@@ -41,6 +41,7 @@ WITHOUT = {
     "lab/compare/runner.py:": "names of facts",
     "lab/grade/demands.py:_torchrun": "runs in the sandbox, where a student types torchrun",
     "benchmarks/gpu.py:plan": "run_step starts it in the project's folder",
+    "lab/grade/judge.py:try_here": OF_A_SCRIPT,
     "lab/grade/sandbox.py:refused": "runs in the sandbox, in an empty folder",
     "lab/cluster/program.py:parse_python": "compares a user's words",
     "benchmarks/gpu.py:run_step": "starts in the project's folder",

@@ -187,7 +187,7 @@ def check_facts(forking, folder):
 
     def facts_of(cluster, nodes):
         logs = folder / f"logs{len(nodes)}"
-        how = {"environment": {"WORD": "given"}, "cwd": folder, "nodes": nodes, "logs": logs}
+        how = {"environment": {"WORD": "given"}, "cwd": folder, "ranks": nodes, "logs": logs}
         assert {*run(cluster, "python", facts, "{rank} of {nodes}", **how)} == {0}
         answers = [(logs / f"node{node}.log").read_text().splitlines() for node in nodes]
         assert [last for _, last in answers] == ["last words"] * len(nodes), (
@@ -241,7 +241,7 @@ def test_a_forked_program_ends_as_a_fresh_one_does(tmp_path, text, status, told,
 
 def test_modules_and_threads(tmp_path, forking):
     (tmp_path / "told.py").write_text("import sys\nprint(sys.argv[1:], __name__)\n")
-    how = {"nodes": [0, 1], "cwd": tmp_path, "logs": tmp_path}
+    how = {"ranks": [0, 1], "cwd": tmp_path, "logs": tmp_path}
     assert run(forking, "python", "-m", "told", "{rank}", **how) == [0, 0]
     assert (tmp_path / "node1.log").read_text() == "['1'] __main__\n"
 
