@@ -355,6 +355,7 @@ def _take_step(optimizer: Any, network: nn.Module, model: type[Net], rank: Rank,
 def _judge_optimizer(
     model: type[Net],
     arrange: Callable[[nn.Module], Any],
+    steps: int,
     name: str | None,
     ranks: Sequence[Returned],
 ) -> Iterator[Flaw]:
@@ -364,7 +365,7 @@ def _judge_optimizer(
     """
     expected = _seeded(model, ranks[0].rank.common)
     adamw = torch.optim.AdamW(arrange(expected), **_ADAMW)
-    for step in range(len(ranks[0]["after"])):
+    for step in range(steps):
         before = _weights(expected)
         _take_step(adamw, expected, model, ranks[0].rank, step)
         flaws: list[Flaw] = []
@@ -417,7 +418,7 @@ def _sharded(
     steps: int = 10,
     found: str | None = None,
 ) -> Check:
-    judge = partial(_judge_optimizer, model, arrange, found)
+    judge = partial(_judge_optimizer, model, arrange, steps, found)
     return Check(title, partial(_optimize, model, arrange, steps), judge, found or "raises")
 
 

@@ -60,7 +60,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a check's ``run`` returned on a rank: ``returned["output"]``, for example."""
+    """What a check's ``run`` returned on a rank: ``returned["output"]``, for example.
+
+    It may be forged: a name may be missing (KeyError), a list shorter, a shape another.
+    """
 
     rank: Rank
     values: Mapping[str, Any]

@@ -8,8 +8,9 @@ import torch
 from lab.audit.findings.finding import FAULT, found
 from lab.audit.result import AuditResult, EqualityVerdict, Failure
 from lab.grade.driven import driven_facts
-from lab.grade.driver.checks import Message
+from lab.grade.driver.checks import Message, Rank, Returned
 from lab.grade.driver.mark import MARK
+from lab.grade.driver.running import load_driver
 from lab.grade.driver.values import encoded
 from lab.grade.facts import Facts
 from lab.grade.findings import entries, lesson_of
@@ -134,6 +135,19 @@ def test_what_no_rank_of_the_runner_prints_passes_nothing(tmp_path, name):
     verdict = verdict_on(tmp_path, "one", RIGHT, GARBLED[name])
     assert (verdict.end, verdict.passed, verdict.found) == ("stopped", [], [])
     assert verdict.stopped.startswith("the sum: ")
+
+
+@pytest.mark.parametrize("course", [path.stem for path in FOLDER.glob("*.py")])
+def test_no_check_of_a_course_passes_ranks_that_returned_nothing(course):
+    empty = {"start": {}, "steps": [], "after": [], "sent": [], "held": 0}
+    ranks = [Returned(Rank(number, 2, number, 7), empty) for number in range(2)]
+    parts = load_driver(str(FOLDER / f"{course}.py")).PARTS
+    for check in [check for checks in parts.values() for check in checks]:
+        try:
+            flaws = list(check.judge(ranks))
+        except (LookupError, ValueError):
+            continue  # which judge.py makes "cannot be judged"
+        assert flaws, check.title
 
 
 def test_wrong_values_are_the_drivers_finding(tmp_path):
