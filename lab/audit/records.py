@@ -72,8 +72,9 @@ class Trouble(AnyRecord, tag="trouble"):
 
 
 class Cut(AnyRecord, tag="cut"):
+    """The audit ends a script that goes on for too long."""
+
     step: int
-    replaced: list[str]
 
 
 class Error(LineRecord, tag="error"):
@@ -83,8 +84,11 @@ class Error(LineRecord, tag="error"):
 
 
 class ProcessEnd(AnyRecord, tag="end"):
+    """The process ends in good order; ``replaced``: functions of the probe that are replaced."""
+
     status: Any
     after_cut: bool
+    replaced: list[str] = []
 
 
 class Searched(LineRecord, tag="searched"):
@@ -242,7 +246,10 @@ class Parameters(AnyRecord, tag="params"):
 
 
 class Weights(OptimizerRecord, tag="weights"):
+    """The weights before a step; ``last``: with which the script ends, so no step follows."""
+
     values: Samples
+    last: bool = False
 
 
 class Clip(msgspec.Struct, array_like=True):
@@ -259,7 +266,7 @@ class Clip(msgspec.Struct, array_like=True):
 
 
 class Step(OptimizerRecord, tag="step"):
-    """An update of an optimiser; ``own`` and ``got`` are None where the probe failed to sample."""
+    """An update of an optimiser; ``own`` and ``got`` are None where the probe has not sampled."""
 
     optimizer: str
     lr: list[float | None]
@@ -272,6 +279,11 @@ class Step(OptimizerRecord, tag="step"):
     got: Samples | None = None
     own_norm: float | None = None
     got_norm: float | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether its gradients were sampled."""
+        return self.own is not None and self.got is not None
 
 
 class Stepped(OptimizerRecord, tag="stepped"):

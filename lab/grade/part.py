@@ -23,11 +23,19 @@ from common.utils.atomic_files import write_atomically
 from common.utils.system import libc_function
 from common.utils.typed_json import encode
 from lab.audit.audit import audit_script
-from lab.audit.cli import STEPS
 from lab.audit.command import AuditCommand
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import RankRecords, Recording
-from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Searched, Start, Step
+from lab.audit.records import (
+    CollectiveCall,
+    Cut,
+    DdpBuilt,
+    Error,
+    ProcessEnd,
+    Searched,
+    Start,
+    Step,
+)
 from lab.audit.report import OWN_FAULT, AuditContent, content_of
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
@@ -135,7 +143,7 @@ def _audit(task: Task, folder: Path, *, inputs: Sequence[bytes] = ()) -> Outcome
     os.environ.update(task.environment)
     os.chdir(task.cwd)
     ended: list[str] = []
-    steps = driven.STEPS if task.is_driven else STEPS
+    steps = driven.STEPS if task.is_driven else None
     settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds, inputs=inputs)
     network = partial(_network, task, ended)
     command = AuditCommand(tuple(task.words))
@@ -174,7 +182,7 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
         key=task.key,
         audit=last.checked or content_of(result),
         used=_used(ranks),
-        whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
+        whole=bool(ranks) and all(rank.of(Cut) or _ended(rank) for rank in ranks),
         doubts=[*_doubts(result, last.ended), *islice(traces(Path(task.submission)), _MOST_TRACES)],
         seconds=seconds,
         script=task.script,
@@ -187,6 +195,11 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
     write_atomically(
         Path(task.facts), encode(facts, indent=1).replace(f"{task.submission}/".encode(), b"")
     )
+
+
+def _ended(rank: RankRecords) -> bool:
+    """Return whether a rank ended by itself, in good order."""
+    return not rank.of(Error) and any(not end.status for end in rank.of(ProcessEnd))
 
 
 def _used(ranks: Sequence[RankRecords]) -> list[str]:
@@ -229,8 +242,8 @@ def _doubts_of(recording: Recording) -> Iterator[str]:
     yield from _searches(processes)
     replaced: set[str] = set()
     for process in processes:
-        for cut in process.of(Cut):
-            replaced.update(cut.replaced)
+        for end in process.of(ProcessEnd):
+            replaced.update(end.replaced)
     if replaced:
         names = ", ".join(sorted(replaced)[:_MOST_REPLACED])
         yield f"the script replaced what the audit watches: {names}"

@@ -111,7 +111,7 @@ def record_case(case, size, folder):
         command=case.command,
         size=size,
         start=partial(start_forked, plant=case.plant) if case.forked else start_process,
-        steps=40 if clocks else 6,
+        steps=40 if clocks else None,
         clocks=clocks,
         global_batch=int(batch) if batch.isdigit() else None,
     )

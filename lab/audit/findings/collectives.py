@@ -337,7 +337,7 @@ def _trains_alone(rank: RankRecords) -> bool:
     hinted = any(start.hinted_rank is not None for start in rank.of(Start))
     if len(steps) < 2 or not (rank.of(Group) or hinted):
         return False
-    return all(_is_own(rank, step) for step in steps)
+    return all(_is_own(rank, step) for step in steps if step.sampled)
 
 
 def _is_own(rank: RankRecords, step: Step) -> bool:

@@ -118,7 +118,9 @@ class Replicas:
     def _read(
         self, numbers: dict[int, Numbers], step: int, samples: Sequence[Samples | None]
     ) -> None:
-        """Add the ranks' numbers of a step, if all ranks have equally many."""
+        """Add the ranks' numbers of a step, if all ranks have sampled equally many."""
+        if None in samples:  # a step that the probe has not sampled
+            return
         pairs = zip(self.recording.ranks, samples, strict=True)
         rows = [rank.numbers(reference) for rank, reference in pairs]
         if len({len(row) for row in rows}) == 1:

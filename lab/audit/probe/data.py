@@ -6,7 +6,7 @@ innermost datasets hold (``content`` of the record ``loader``) or, if they hold 
 by the rows of the batches (``contents`` of the record ``batch``). Augmentation changes the rows.
 
 ``LoaderWatch`` sees epochs and batches in the script's process; what workers do is not watched.
-Before each batch ``stopping`` is asked; it ends the epoch by StopIteration or SystemExit.
+Before each batch ``pace`` is asked, which may end the epoch by StopIteration.
 """
 
 from __future__ import annotations
@@ -244,6 +244,11 @@ class WatchedLoader:
     facts: LoaderFacts
     epochs: list[WatchedEpoch] = field(default_factory=list)
 
+    @property
+    def key(self) -> list[Any]:
+        """Return what is the same of this loader on all ranks."""
+        return [self.facts.made or self.facts.at, self.facts.dataset]
+
     def trained(self) -> list[WatchedEpoch]:
         """Return the epochs that serve training."""
         return [epoch for epoch in self.epochs if epoch.trains]
@@ -257,6 +262,7 @@ class WatchedEpoch:
     inner : the innermost index of each sample; None if it is the same or not known.
     queue : by batch, the indices that the sampler has given and the script has not got yet.
     given : how many batches the script got.
+    limit : how many it gets at most, see pace.py; None: all.
     over : it has ended, or was ended.
     trains : a backward or an update followed one of its batches.
     """
@@ -266,6 +272,7 @@ class WatchedEpoch:
     inner: Sequence[int] | None
     queue: list[list[Any]] = field(default_factory=list)
     given: int = 0
+    limit: int | None = None
     over: bool = False
     trains: bool = False
 
@@ -331,6 +338,7 @@ class LoaderWatch:
         epoch = WatchedEpoch(watched, names, inner)
         self.epochs[iterator] = epoch
         watched.epochs.append(epoch)
+        self.probe.tell("epoch_begin", epoch, loader)
 
     def find_loader(self, loader: DataLoader[Any]) -> WatchedLoader:
         """Return the watched loader that a new DataLoader continues, else record a new one.
@@ -355,7 +363,7 @@ class LoaderWatch:
             return original(iterator)
         cut = True
         try:
-            self.probe.tell("batch_begin", epoch)  # ``stopping`` may end the epoch
+            self.probe.tell("batch_begin", epoch)  # ``pace`` may end the epoch
             cut = False
             batch = original(iterator)
         except (StopIteration, SystemExit):
@@ -386,9 +394,9 @@ class LoaderWatch:
         self.fresh.append(epoch)
 
     def end(self, epoch: WatchedEpoch, iterator: Any, *, cut: bool) -> None:
-        """Write the record ``epoch`` and, if it trains and was cut, ``rest`` unless endless."""
+        """Write the record ``epoch`` and, if it was cut, ``rest`` unless endless."""
         self.probe.record("epoch", **epoch.names, batches=epoch.given, cut=cut)
-        if cut and epoch.trains and not isinstance(iterator._dataset, IterableDataset):
+        if cut and not isinstance(iterator._dataset, IterableDataset):
             more = chain.from_iterable(map(plain_indices, iterator._sampler_iter))
             rest = [*chain(*epoch.queue), *islice(more, LONGEST_REST)]
             if len(rest) < LONGEST_REST:

@@ -33,6 +33,11 @@ from .sampling import checksum, is_sharded, square_norm, take, total, wide
 from .state import Probe, named, patch, wrapped
 
 _STATE_PARAMETERS = 64
+# Of an optimiser the first steps are sampled, then one in some, and those where an epoch begins or
+# ends.
+_FIRST_STEPS = 64
+_ONE_IN = 16
+_AT_EPOCHS_ENDS = 2  # batches
 
 
 @dataclass(eq=False)
@@ -119,10 +124,12 @@ class GradientWatch:
     _final : nothing can change these gradients before the update any more.
     _calls : the collectives since the last step.
     _scale : of GradScaler in this step, or 1.
+    _epoch : the training epoch that gave the latest batch, or None.
     """
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
+        self._epoch: Any = None
         self.known: Any = WeakTensorKeyDictionary()
         self.last_seconds = 0.0
         self.backward = 0
@@ -201,6 +208,26 @@ class GradientWatch:
                 continue  # another one's parameters: perhaps it lies within that one
             self._write_parameters(optimizer)
 
+    def batch_begin(self, epoch: Any) -> None:
+        """Remember which epoch the next batch is of."""
+        self._epoch = epoch
+
+    def ending(self) -> None:
+        """Write the weights with which the script ends, or which it is about to replace."""
+        for optimizer, watched in list(self._of.items()):
+            if watched.number is not None:
+                self._write_weights(watched, last=True)
+
+    def _is_sampled(self, watched: WatchedOptimizer) -> bool:
+        """Return whether the numbers of an optimiser's current step are sampled."""
+        if watched.steps < _FIRST_STEPS or watched.steps % _ONE_IN == 0:
+            return True
+        if self._epoch is None:
+            return False
+        length = self._epoch.limit or self._epoch.loader.facts.batches
+        left = _AT_EPOCHS_ENDS if length is None else length - self._epoch.given
+        return bool(min(left, self._epoch.given) < _AT_EPOCHS_ENDS)
+
     def communicate(self, tensors: list[Tensor]) -> None:
         """Count the collectives of a step."""
         if tensors:
@@ -271,7 +298,7 @@ class GradientWatch:
         return result
 
     def _write_parameters(self, optimizer: Optimizer) -> None:
-        """Write the parameters that are new, and the weights unless this step's are written."""
+        """Write the parameters that are new, and the weights of a step that is sampled."""
         watched = self.of(optimizer)
         if watched.number is None:
             watched.number = next(self._next_number)
@@ -287,10 +314,17 @@ class GradientWatch:
                 rows=self._rows(watched, new),
             )
             watched.written = len(watched.tensors)
+        if self._is_sampled(watched):
+            self._write_weights(watched)
+
+    def _write_weights(self, watched: WatchedOptimizer, *, last: bool = False) -> None:
+        """Write the weights before the current step, unless they are written."""
         if watched.weighed < watched.steps:
             watched.weighed = watched.steps
             values = self._probe.samples(map(take, watched.tensors))
-            self._probe.record("weights", o=watched.number, step=watched.steps, values=values)
+            self._probe.record(
+                "weights", o=watched.number, step=watched.steps, values=values, last=last
+            )
 
     def register(self, module: Module, _name: str, tensor: Tensor | None) -> None:
         """Watch a parameter that a module gets, and remember the script's line that makes it."""
@@ -327,14 +361,21 @@ class GradientWatch:
         """
         self._final = final
         self._sampled = {}  # stays empty if the sampling fails
-        tensors = list(self._of[self._outermost].tensors)
-        scale = float(getattr(optimizer, "grad_scale", None) or 1)  # a fused one divides by it
-        self._sampled = {**self._sample_own(tensors), **self._sample_held(tensors, scale)}
+        watched = self._of[self._outermost]
+        tensors = list(watched.tensors)
+        self._sampled = {"micro": self._backwards(tensors)}
+        if self._is_sampled(watched):
+            scale = float(getattr(optimizer, "grad_scale", None) or 1)  # a fused one divides by it
+            self._sampled.update(self._sample_own(tensors), **self._sample_held(tensors, scale))
+
+    def _backwards(self, tensors: list[Tensor]) -> int:
+        """Return how many backward passes have reached the parameters since the last step."""
+        owned = [self.known.get(tensor) for tensor in tensors]
+        return max((own.backwards for own in owned if own and own.samples is not None), default=0)
 
     def _sample_own(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """Return the fields on this rank's own gradients: micro, own, own_norm."""
+        """Return the fields on this rank's own gradients: own, own_norm."""
         samples = []
-        backwards = 0
         squares = []
         for tensor in tensors:
             own = self.known.get(tensor)
@@ -345,10 +386,8 @@ class GradientWatch:
             else:
                 samples.append(own.samples)
                 squares.append(own.square)
-                backwards = max(backwards, own.backwards)
         all_single = all(square is not None for square in squares)
         return {
-            "micro": backwards,
             "own": self._probe.samples(samples),
             "own_norm": total(squares) if all_single else None,
         }
