@@ -179,9 +179,8 @@ def examine(
         recordings=[run.recording for run in runs],
         findings=checked.findings,
         possible=checked.possible,
-        verdict=verdict(recordings, checked.findings, checked.unknown, failure=failure),
-        right=checked.right,
-        unknown=checked.unknown,
+        verdict=verdict(recordings, checked.findings, checked.properties, failure=failure),
+        properties=checked.properties,
         remarks=[
             *remarks,
             *dict.fromkeys(text for run in runs for text in run.recording.set_aside),

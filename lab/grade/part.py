@@ -216,7 +216,7 @@ def _doubts(result: AuditResult, ended: Sequence[str]) -> list[str]:
     if ended:
         return [f"it was ended: it {ended[0]}"]
     doubts: set[str] = set()
-    if any(OWN_FAULT in sentence for sentence in result.unknown):
+    if any(OWN_FAULT in sentence for row in result.properties for sentence in row.said):
         doubts.add(f"{OWN_FAULT} has failed")
     for recording in result.recordings:
         doubts.update(_doubts_of(recording))

@@ -251,10 +251,10 @@ def _in_vain(ranks: list[_Rank]) -> Iterator[Finding | Unknown]:
             )
         elif other.state in _LEFT_OPEN:
             vain = (
-                f"gradients: rank {one.number} waited in vain in {_describe(wait)} for rank "
+                f"rank {one.number} waited in vain in {_describe(wait)} for rank "
                 f"{other.number}, which {_LEFT_OPEN[other.state]}"
             )
-            yield Unknown(f"{vain}; {other.stands}" if other.stands else vain)
+            yield Unknown("collectives", f"{vain}; {other.stands}" if other.stands else vain)
 
 
 def _describe(wait: Wait) -> str:
@@ -277,7 +277,7 @@ def _agreed(lists: list[list[CollectiveCall]]) -> Iterator[Right]:
     numbers = {steps[step] for step in range(1, max(steps))}  # the first and last are not whole
     if len(numbers) == 1 and 0 not in numbers:
         text += f", {numbers.pop()} a step"
-    yield Right(text)
+    yield Right("collectives", text)
 
 
 def _unused(recording: Recording) -> Iterator[Outcome]:
@@ -315,7 +315,7 @@ def _idle(recording: Recording, first: RankRecords, idle: list[int]) -> Iterator
     others = ", ".join(map(str, idle))
     if not ended:
         yield Unknown(
-            f"gradients: rank {first.rank} trains, and rank {others} has computed nothing so far"
+            "gradients", f"rank {first.rank} trains, and rank {others} has computed nothing so far"
         )
         return
     yield found(

@@ -39,7 +39,7 @@ from lab.evidence import Evidence, judge, multiple, near
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 _UNEXPLAINED = {"unknown", "kept", "stale"}
 _CLIPPED = ("norm", "value")
-_CHANGING = Unknown("gradients: the ranks' gradients are combined differently from step to step")
+_CHANGING = Unknown("gradients", "the ranks' gradients are combined differently from step to step")
 # The kinds of updates of which the fit has said it all; of "weighted" lab/evidence says the name.
 _FAULTS = {
     "norm": "clipped-before-averaging",
@@ -52,20 +52,21 @@ _FAULTS = {
 def check(recording: Recording) -> Iterator[Outcome]:
     """Check what the optimisers get; see lab/audit/findings/finding.py."""
     if recording.size < 2:
-        yield Unknown("gradients: one rank alone has nothing to average")
+        yield Unknown("gradients", "one rank alone has nothing to average")
         return
     if recording.of(FsdpBuilt):
         yield Unknown(
-            "gradients: FSDP gives each rank a part of every parameter, which cannot be compared"
-            " with the gradients of whole parameters that each rank computed"
+            "gradients",
+            "FSDP gives each rank a part of every parameter, which cannot be compared"
+            " with the gradients of whole parameters that each rank computed",
         )
         return
     stepping = {rank.rank for rank in recording.ranks if rank.of(Step)}
     missing = sorted(set(range(recording.size)) - stepping)
     if missing:
         yield Unknown(
-            "gradients: no step of a torch optimiser was seen on rank"
-            f" {', '.join(map(str, missing))}"
+            "gradients",
+            f"no step of a torch optimiser was seen on rank {', '.join(map(str, missing))}",
         )
         return
     numbers = [number for family in lasting_optimizers(recording) for number in family]
@@ -85,15 +86,17 @@ def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
     updates = [update for update in updates if update.known]
     if not updates:
         yield Unknown(
-            f"gradients: {whose} took no step of which all ranks saw the gradients: the ranks"
-            " hold different parameters in it, or copies of those that backward() fills"
+            "gradients",
+            f"{whose} took no step of which all ranks saw the gradients: the ranks"
+            " hold different parameters in it, or copies of those that backward() fills",
         )
         return
     telling = _telling(updates)
     if not telling:
         yield Unknown(
-            f"gradients: {whose} gets none, or zeros, in all {len(updates)} steps (is"
-            " zero_grad() called between backward() and step(), or is the loss constant?)"
+            "gradients",
+            f"{whose} gets none, or zeros, in all {len(updates)} steps (is"
+            " zero_grad() called between backward() and step(), or is the loss constant?)",
         )
         return
     seen = _Seen(replicas.recording, whose, telling, bad=telling)
@@ -208,14 +211,15 @@ def _unexplained(seen: _Seen) -> Outcome:
     Step 0 has no older gradient, so it does not tell whether gradients are stale.
     """
     first = seen.bad[0]
-    where = f"gradients: in step {first.step}"
+    where = f"in step {first.step}"
     if {update.kind for update in seen.updates if update.step > 0} == {"stale"}:
         return found("stale-gradient", seen.line, step=max(1, first.step))
     if all(ends_without_sync(seen.recording, update.step) for update in seen.updates):
         return seen.found("own-gradient", backward_line(seen.recording), kind="no_sync")
     if first.kind == "kept":
         return Unknown(
-            f"{where} .grad still holds gradients of the step before (is zero_grad() missing?)"
+            "gradients",
+            f"{where} .grad still holds gradients of the step before (is zero_grad() missing?)",
         )
     text = (
         f"{where} what the optimiser gets is not a weighted sum of what the ranks computed"
@@ -226,7 +230,7 @@ def _unexplained(seen: _Seen) -> Outcome:
             ", as after lossy compression or with added noise; the nearest one is"
             f" {first.total:.2f} times the mean"
         )
-    return Unknown(text)
+    return Unknown("gradients", text)
 
 
 # --- one rank's own gradient ---
@@ -242,11 +246,12 @@ def _rows(seen: _Seen) -> Outcome:
     if all_own and bypasses_ddp(recording):
         return seen.found("ddp-bypassed", backward_line(recording))
     if not recording_exchanges(recording):  # group-unused says it if they were to train together
-        return Unknown("gradients: the ranks exchange nothing")
+        return Unknown("gradients", "the ranks exchange nothing")
     if averages_weights(recording):
         return Unknown(
-            "gradients: torch's post-local SGD averages gradients inside groups of ranks alone, and"
-            " the weights from time to time"
+            "gradients",
+            "torch's post-local SGD averages gradients inside groups of ranks alone, and"
+            " the weights from time to time",
         )
     equal = [update for update in seen.bad if _ends_equal(update)]
     if equal:
@@ -256,7 +261,7 @@ def _rows(seen: _Seen) -> Outcome:
         return seen.found("weights-averaged", line, kind="exchanged", sure=False, mixed=len(mixing))
     if len(seen.bad) == 1 < len(seen.updates):
         return Unknown(
-            f"gradients: the optimisers get the mean in all steps but step {seen.bad[0].step}"
+            "gradients", f"the optimisers get the mean in all steps but step {seen.bad[0].step}"
         )
     return _what_each_gets(seen, all_own)
 
@@ -318,8 +323,9 @@ def _equal_weights(seen: _Seen, update: Update, all_own: bool) -> Outcome:
     """
     if not all_own:
         return Unknown(
-            f"gradients: in step {update.step} the optimisers get different gradients, but"
-            " afterwards the ranks make their weights equal"
+            "gradients",
+            f"in step {update.step} the optimisers get different gradients, but"
+            " afterwards the ranks make their weights equal",
         )
     weights, errors = fit(update.got, update.after[:1] - update.before[:1], update.columns)
     sources = np.flatnonzero(np.abs(weights[0]) > 1e-2 * np.abs(weights).max())  # ranks
@@ -342,8 +348,9 @@ def _mean(seen: _Seen) -> Outcome:
     totals, cuts = _totals_before_clipping(seen.updates)
     if np.ptp(totals) > 10 * first.tolerance * np.abs(totals).max():
         return Unknown(
-            "gradients: the optimiser gets the mean times a factor that changes from step to step"
-            f" ({totals[0]:.3f} in step {first.step}, then {totals[1]:.3f})"
+            "gradients",
+            "the optimiser gets the mean times a factor that changes from step to step"
+            f" ({totals[0]:.3f} in step {first.step}, then {totals[1]:.3f})",
         )
     if np.abs(totals - 1).max() >= 2e-3:
         return _multiple(seen, seen.line, total=float(totals[0]))
@@ -377,8 +384,9 @@ def _all_alike(seen: _Seen) -> Outcome:
     if bypasses_ddp(seen.recording) and not exchanges(seen.recording, first.step):
         return seen.found("ddp-bypassed", backward_line(seen.recording))
     return Unknown(
-        f"gradients: all ranks compute the same gradient for {seen.whose}, so the audit"
-        " cannot tell the mean from one rank's"
+        "gradients",
+        f"all ranks compute the same gradient for {seen.whose}, so the audit"
+        " cannot tell the mean from one rank's",
     )
 
 
@@ -410,7 +418,8 @@ def _right_mean(seen: _Seen, *, clipped: bool) -> Right:
     limit = f"{10 ** np.ceil(np.log10(max(worst, 1e-16))):.0e}"  # the same for most runs
     details = ", ".join([f"relative error at most {limit}", *sorted(extras)])
     return Right(
-        f"{seen.whose} gets the mean of the ranks' gradients in every watched step ({details})"
+        "gradients",
+        f"{seen.whose} gets the mean of the ranks' gradients in every watched step ({details})",
     )
 
 
@@ -497,7 +506,9 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
     micro = first.records[0].micro
     by_micro_batches = micro > 1 and near(total * micro, 1)  # a sum divided by hand
     if by_micro_batches or near(total * losses.weight, 1):
-        return Right("the losses' scale and the exchange together give the mean of all samples")
+        return Right(
+            "gradients", "the losses' scale and the exchange together give the mean of all samples"
+        )
     shown = multiple(total, size, groups=first.evidence.groups)
     pattern = judge(shown).pattern
     if pattern == "sum" and losses.are_means:
@@ -511,12 +522,12 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
     if literal is not None and not by_groups:
         return literal
     text = (
-        f"gradients: the optimiser gets {total:.3f} times the mean of the {size} ranks' gradients,"
+        f"the optimiser gets {total:.3f} times the mean of the {size} ranks' gradients,"
         f" on all ranks and in all {len(seen.updates)} steps"
     )
     if pattern == "sum" or by_groups:
         text += "; what the losses are divided by was not seen"
-    return Unknown(text)
+    return Unknown("gradients", text)
 
 
 def _divided_by_groups(seen: _Seen, line: CodeLine | None, shown: Evidence) -> Finding:

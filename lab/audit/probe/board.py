@@ -6,6 +6,7 @@ audit share a machine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -54,10 +55,8 @@ class Board:
         """Write a file whole, so that nobody reads half of it; one that is there stays."""
         draft = self._folder / f"draft-{os.getpid()}"
         draft.write_text(json.dumps(value))
-        try:
+        with contextlib.suppress(FileExistsError):
             os.link(draft, self._folder / name)
-        except FileExistsError:
-            pass
         draft.unlink()
 
 

@@ -214,7 +214,7 @@ class GradientWatch:
 
     def ending(self) -> None:
         """Write the weights with which the script ends, or which it is about to replace."""
-        for optimizer, watched in list(self._of.items()):
+        for watched in list(self._of.values()):
             if watched.number is not None:
                 self._write_weights(watched, last=True)
 
