@@ -94,7 +94,8 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         in a mark.
     expected_seconds : that a part takes on two cores, to say at the start how long it all takes.
     limit_seconds : for one run of a part, on one number of ranks.
-    memory_gb, disk_gb, processes : limits of one part.
+    memory_gb, disk_gb, processes : limits of one part. Its files lie in memory; disk_gb limits each
+        of its folders.
     deductions : as those of a part, which come first; "others" for the faults that are not named.
     mounts : folders that the scripts read: where each appears, relative to the script's folder if
         it is not absolute, and where it lies on this machine. A run sees a folder of its own with
