@@ -35,11 +35,11 @@ _ENDS = 2.0**60  # bytes in the note of a part that is ended: it is the largest
 class _Note(msgspec.Struct):
     """What a part uses.
 
-    until : it counts no longer than this; seconds of ``time.monotonic``, one clock for all.
+    at : when it was written; seconds of ``time.monotonic``, one clock for all.
     """
 
     used_bytes: Bytes
-    until: float
+    at: float
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,17 @@ def watch(watched: Watched, over: threading.Event, ended: list[str]) -> None:
 
     ended : gets the reason, a clause with its subject.
     """
-    reason = None
-    while reason is None and not over.is_set():
-        over.wait(_WATCH_SECONDS)  # and it looks once more at the end
-        reason = _too_much(watched)
+    full_since = None
+    while True:
+        is_last = over.is_set()  # it looks once more at the end
+        if not _machine_is_full():
+            full_since = None
+        elif full_since is None:
+            full_since = time.monotonic()
+        reason = _too_much(watched, full_since)
+        if reason or is_last:
+            break
+        over.wait(_WATCH_SECONDS)
     for folder in watched.folders:  # an open one keeps its memory
         os.close(folder)
     if reason:
@@ -78,8 +85,11 @@ def watch(watched: Watched, over: threading.Event, ended: list[str]) -> None:
             psutil.Process(watched.first).kill()
 
 
-def _too_much(watched: Watched) -> str | None:
-    """Return of what the sandbox uses too much; None if of nothing."""
+def _too_much(watched: Watched, full_since: float | None) -> str | None:
+    """Return of what the sandbox uses too much; None if of nothing.
+
+    full_since : when this machine's memory was first seen to be full; None if it is not.
+    """
     of_processes, in_no_folder = _used_by_processes()
     in_files = in_no_folder + sum(map(_used_in, watched.folders))
     used_bytes = of_processes + in_files
@@ -88,7 +98,7 @@ def _too_much(watched: Watched) -> str | None:
             f"it used more than {_gb(watched.memory_bytes)} of memory: {_gb(of_processes)} in "
             f"processes, {_gb(in_files)} in files, which lie in memory"
         )
-    if _is_to_end(used_bytes, is_full=_machine_is_full()):
+    if _is_to_end(used_bytes, full_since):
         return f"the machine's memory was full, and this part used the most: {_gb(used_bytes)}"
     space = os.statvfs(watched.records)
     # A probe that finds no room would fail unexplained.
@@ -147,10 +157,11 @@ def _machine_is_full() -> bool:
     return psutil.virtual_memory().percent > _MOST_OF_MACHINE
 
 
-def _is_to_end(used_bytes: int, *, is_full: bool) -> bool:
+def _is_to_end(used_bytes: int, full_since: float | None) -> bool:
     """Note what this part uses; return whether it is the one to end on a full machine.
 
-    Where notes cannot be written, every part is.
+    It is once all others have noted, since the machine is full, that they use no more. Where notes
+    cannot be written, every part is.
     """
     path = Path(tempfile.gettempdir()) / f"lab-grade-{os.geteuid()}.json"
     own = str(os.getpid())
@@ -161,14 +172,15 @@ def _is_to_end(used_bytes: int, *, is_full: bool) -> bool:
             lock_open_file(file, wait=True)
             notes = _read_notes(file)
             notes.pop(own, None)
-            ends = is_full and all(note.used_bytes <= used_bytes for note in notes.values())
-            counted = _ENDS if ends else used_bytes
-            notes[own] = _Note(counted, time.monotonic() + _NOTE_SECONDS)
+            ends = full_since is not None and all(
+                note.at >= full_since and note.used_bytes <= used_bytes for note in notes.values()
+            )
+            notes[own] = _Note(_ENDS if ends else used_bytes, time.monotonic())
             file.seek(0)
             file.truncate()
             file.write(encode(notes))
     except OSError:
-        return is_full
+        return full_since is not None
     return ends
 
 
@@ -180,4 +192,4 @@ def _read_notes(file: IO[bytes]) -> dict[str, _Note]:
     except UserError:  # it is new, or its last writer was killed
         return {}
     # A later one is from before the machine's last start.
-    return {name: note for name, note in notes.items() if now < note.until <= now + _NOTE_SECONDS}
+    return {name: note for name, note in notes.items() if now - _NOTE_SECONDS < note.at <= now}
