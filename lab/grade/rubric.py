@@ -43,6 +43,7 @@ _RESERVED = (
     (r"PATH|LD_\w*|PYTHONHOME", "the sandbox starts its programs with it"),
     (r"LAB_\w*|GLOO_SOCKET_IFNAME", "the audit sets it"),
 )
+_TAKEN = ("index", "results")
 _OF_A_RANK = re.compile("MASTER_ADDR|MASTER_PORT|(?:LOCAL_)?RANK|(?:LOCAL_)?WORLD_SIZE")
 
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
@@ -203,6 +204,8 @@ def _check_findings(rubric: Rubric, *, where: str) -> None:
 
 def _check_part(name: str, part: Part, rubric: Rubric, *, where: str) -> None:
     """Raise UserError for anything wrong in a part."""
+    if name in _TAKEN:
+        raise UserError(f"{where}: no part can be called {name}, as a file of each submission is")
     known = entries(rubric.findings)
     for shares in (rubric.deductions, part.deductions):
         faults = shares.keys() - {OTHERS, *part.demands}
