@@ -42,6 +42,7 @@ from common.errors import (
 from common.sync import BUILT_IN, BY_HAND
 from common.utils.environment import read_settings
 from common.utils.processes import INTERRUPT, end_process
+from common.utils.streams import standard_streams
 from common.utils.typed_json import calm
 
 _GRACE_SECONDS = 4.0
@@ -82,8 +83,18 @@ def main(
     sync_choices : the strategies that the part offers; the first is its default.
     arguments : the command line without the program's name (default: ``sys.argv[1:]``).
     """
-    if arguments is None:
-        arguments = sys.argv[1:]
+    given = sys.argv[1:] if arguments is None else arguments
+    with standard_streams():
+        return _main(part, path, description, sync_choices, given)
+
+
+def _main(
+    part: str,
+    path: str | None,
+    description: str,
+    sync_choices: Sequence[str],
+    arguments: Sequence[str],
+) -> int:
     if path is not None:
         program = None  # argparse names the file
         command = shlex.join(["python", path])

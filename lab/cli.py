@@ -6,8 +6,6 @@ answer at once.
 
 import argparse
 import gc
-import os
-import select
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from functools import partial
 from common.config.parser import FlagParser
 from common.errors import INTERRUPTED, GroupError, UserError, explain
 from common.utils.environment import read_settings
+from common.utils.streams import standard_streams
 from common.utils.typed_json import calm
 from lab.audit.cli import add_flags as add_audit
 from lab.audit.cli import require_dashes
@@ -35,9 +34,14 @@ from lab.whatif.cli import write_beside_report
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
-    0 done, 1 failed, 2 wrong input (or no command: the help is printed), 130 interrupted. 1 also
-    if the reader of the output left, as ``head`` does.
+    0 done, 1 failed, 2 wrong input (or no command: the help is printed), 130 interrupted. Raises
+    SystemExit after a help, and if the output cannot be written.
     """
+    with standard_streams():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
     flags = given[end + 1 :]
@@ -58,26 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        if not _reader_left():
-            raise
-        return 1
     except Exception as error:
         if (explained := explain(error)) is None:
             raise
         print(calm(f"error: {explained}"), file=sys.stderr)  # it may quote another host
         return 1 if isinstance(error, GroupError) else 2
-
-
-def _reader_left() -> bool:
-    """Return whether nobody reads the output any more; what is left to print is dropped."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), select.POLLOUT)
-    [(_, events)] = output.poll(0) or [(0, 0)]
-    if not events & select.POLLERR:
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes when it ends
-    return True
 
 
 def build_parser() -> argparse.ArgumentParser:

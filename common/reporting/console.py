@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from torch import Tensor
 
-from common.errors import UserError, reason_of
+from common.errors import UserError
 from common.say import minutes_text
 from common.training_engine import StepRecord
 from common.utils.progress import (
@@ -21,6 +21,7 @@ from common.utils.progress import (
     progress_bar,
     show_progress,
 )
+from common.utils.streams import output_message
 from common.utils.typed_json import calm
 
 
@@ -32,10 +33,7 @@ def say(text: str) -> None:
     try:
         console.print(calm(text), markup=False)  # it may quote a file
     except OSError as error:
-        raise UserError(
-            f"the output could not be written ({reason_of(error)}): make room where it goes, or "
-            "send it elsewhere"
-        ) from error
+        raise UserError(output_message(error)) from error
 
 
 class Progress:

@@ -15,7 +15,13 @@ from common.say import minutes_text
 
 SECONDS_BETWEEN_LINES = 10.0
 
-console = Console(highlight=False, soft_wrap=True)
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich would end the process without a word
+
+
+console = _Console(highlight=False, soft_wrap=True)
 
 
 def progress_bar(*, visible: bool = True, transient: bool = True) -> Progress:

@@ -29,7 +29,7 @@ from lab.audit.records import CodeLine, Start, TorchImported
 from lab.audit.result import AuditResult, Failure, in_sentence, titled
 from lab.html_page import page_template
 
-FORMAT = 1
+FORMAT = 2
 # Part of each sentence on a failure of the probe, see ``_troubles`` of findings/__init__.py.
 OWN_FAULT = "a part of lab audit itself"
 QUESTION = "Same updates as one process that computes each rank's share and averages the gradients"

@@ -62,6 +62,73 @@ def test_a_log_may_come_through_a_pipe(capsys):
     assert "memory" in capsys.readouterr().out
 
 
+COMMANDS = {
+    "lab": ["-m", "lab", "explain", "job.log"],
+    "lab's help": ["-m", "lab", "explain", "--help"],
+    "a part": [ROOT / "PartOne/main.py", "--print-config"],
+    "a part, unbuffered": ["-u", ROOT / "PartOne/main.py", "--print-config"],
+}
+PLACES = {
+    "closed": ("exec >&-", 0, ""),
+    "full": ("exec > /dev/full", 1, "error: the output could not be written (No space left"),
+    "left": ("exec > >(:); wait $!", 1, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Return the status and errors of each command in each place; all start at once."""
+    folder = tmp_path_factory.mktemp("streams")
+    (folder / "job.log").write_text("RuntimeError: CUDA out of memory\n")
+    environment = user_environment() | {"PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONUNBUFFERED", None)
+    started = {}
+    for name, words in COMMANDS.items():
+        for place, (how, *_) in PLACES.items():
+            started[name, place] = subprocess.Popen(
+                ["bash", "-c", f'{how}; exec "$@"', "bash", sys.executable, *words],
+                stderr=subprocess.PIPE,
+                cwd=folder,
+                env=environment,
+                text=True,
+            )
+    found = {}
+    for key, process in started.items():
+        with process:
+            errors = process.communicate(timeout=LONG)[1]
+            found[key] = process.returncode, errors
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_output_that_is_closed_full_or_left(name, place, ended):
+    _, expected, words = PLACES[place]
+    status, errors = ended[name, place]
+    assert status == expected, errors
+    assert errors.startswith(words)
+    assert len(errors.splitlines()) == (1 if words else 0)
+
+
+NEXT_FILE = """
+import os, sys
+from common.utils.streams import standard_streams
+with standard_streams():
+    with open("next", "w") as file:
+        print("lost")
+        os.system("echo lost; echo lost >&2")
+        file.write("whole")
+"""
+
+
+def test_a_file_does_not_take_the_number_of_a_closed_stream(tmp_path):
+    """Else what a child prints goes into the file."""
+    command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, "-c", NEXT_FILE]
+    environment = user_environment() | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=LONG).returncode == 0
+    assert (tmp_path / "next").read_text() == "whole"
+
+
 @pytest.mark.parametrize(
     "code",
     ["x = " + "(" * 100_000, "x = " + "-" * 5_000 + "1", "x = " + "+".join("1" * 50_000), "\0"],

@@ -1,6 +1,8 @@
 """Progress: which steps and images get a line, and that no long time is silent."""
 
+import errno
 import io
+import os
 import re
 import sys
 
@@ -107,15 +109,22 @@ def test_a_long_evaluation_counts_its_images(clock, capsys, visible):
     assert capsys.readouterr().out.splitlines() == (lines if visible else [])
 
 
-class FullDisk(io.StringIO):
-    """A file on a full disk."""
+class Unwritable(io.StringIO):
+    """A file on a full disk, or a pipe whose reader left."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
 
     def write(self, text):
-        raise OSError(28, "No space left on device")
+        raise OSError(self.number, os.strerror(self.number))
 
 
-def test_output_that_cannot_be_written_is_an_error_for_the_user(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", FullDisk())  # the console looks it up for each line
-    with pytest.raises(UserError, match=r"output could not be written \(No space left on device\)"):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+def test_output_that_cannot_be_written_is_an_error_for_the_user(number, monkeypatch):
+    # the console looks it up for each line
+    monkeypatch.setattr(sys, "stdout", Unwritable(number))
+    reason = re.escape(os.strerror(number))
+    with pytest.raises(UserError, match=rf"output could not be written \({reason}\)"):
         say("text")
     progress_module.console._buffer.clear()  # what was not written would come first next time

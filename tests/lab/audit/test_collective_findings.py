@@ -7,6 +7,7 @@ from lab.audit.findings.collectives import check
 from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.recording import Recording
 from lab.audit.result import verdict
+from tests.helpers.audited import unseen
 from tests.lab.audit.recordings import Rank, train
 
 AT = ["train.py", 9, "loss.backward()"]
@@ -110,7 +111,7 @@ def test_who_is_waited_for(first, second, hung, expected):
 def test_a_rank_that_vanishes_or_works_leaves_it_open(first, hung, word):
     (observed,) = examine(first, KILLED, hung=hung)
     assert isinstance(observed, Unknown)
-    assert observed.text.startswith("gradients: ")
+    assert observed.of == "collectives"
     assert "rank 1" in observed.text
     assert word in observed.text
 
@@ -141,7 +142,7 @@ def test_a_failure_of_the_probe_is_said(part, answer):
     recording = train()
     recording.ranks[1].record("trouble", part=part, text="Traceback:\nKeyError: 'x'")
     checked = run_checks([recording])
-    assert verdict([recording], checked.findings, checked.unknown).answer == answer
+    assert verdict([recording], checked.findings, checked.properties).answer == answer
     assert [
-        one for one in checked.unknown if part in one and "KeyError: 'x'" in one and "itself" in one
+        one for one in unseen(checked) if part in one and "KeyError: 'x'" in one and "itself" in one
     ]

@@ -11,11 +11,15 @@ import pytest
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import convert, encode
 from lab.audit.findings.finding import FAULT, catalogue
+from lab.audit.recording import RankRecords
+from lab.audit.records import CollectiveCall, Parameter, Parameters
 from lab.audit.report import AuditContent
 from lab.grade import grade as grading
 from lab.grade.facts import Facts
 from lab.grade.findings import lesson_of
+from lab.grade.part import _used
 from lab.grade.rubric import FOLDER
+from lab.grade.sandbox import Task
 from tests.helpers.browser import chromium, needs_browser, refuse_strangers
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import wait_until
@@ -26,7 +30,7 @@ AUDIT = {
     "diagnosis": None,
     **{"verdict": {"question": "", "answer": "yes", "why": ""}, "performance": None},
     **{"versions": {"python": "", "executable": "", "torch": ""}, "findings": []},
-    **{key: [] for key in ("possible", "right", "unknown", "remarks")},
+    **{key: [] for key in ("possible", "properties", "remarks")},
     "runs": [{"ranks": ranks, "asked_ranks": ranks, "steps": 6, "hung": False} for ranks in (2, 3)],
 }
 ENTRY = {
@@ -49,7 +53,10 @@ ANSWERS = {  # by script: findings, other facts, and the marks for 6 points
     "accepted": ({"clipped-before-averaging": "certain"}, {"status": 1}, "6"),
     "hidden": (
         {"clipped-before-averaging": "certain"},
-        {"status": 1, "unknown": ["gradients: 1.2 times the mean"]},
+        {
+            "status": 1,
+            "properties": [{"name": "gradients", "state": "not seen", "said": ["1.2 times"]}],
+        },
         "",
     ),
     "unclear": ({"different-start": "certain"}, {"status": 2}, ""),
@@ -314,6 +321,29 @@ def test_the_pages_run_their_own_scripts_alone(grade, ran, tmp_path):
             with browser.page(path) as page:
                 assert page.evaluate("window.ran") is None
             refuse_strangers(browser, path)
+
+
+def test_an_audit_that_cannot_be_asked_to_end_is_killed(tmp_path, monkeypatch):
+    deaf = tmp_path / "python"
+    deaf.write_text("#!/bin/sh\ntrap '' TERM\nexec sleep 1000\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(grading.sys, "executable", str(deaf))
+    monkeypatch.setattr(grading, "_MORE_SECONDS", 0.3)
+    monkeypatch.setattr(grading, "_END_SECONDS", 0.3)
+    words = {"words": ["python"], "ranks": [], "submission": "", "script": "", "facts": ""}
+    limits = {"memory_bytes": 1, "disk_bytes": 1, "processes": 1, "limit_seconds": 0.1}
+    task = Task(**words, **limits, key="", mounts={}, sandboxed=True)
+    assert "did not end" in grading._run(task).what
+
+
+def test_a_call_that_sends_next_to_nothing_is_not_how_a_part_exchanges_its_gradients():
+    rows = [Parameter("0.0.0", "weight", [100, 10], "float32", 1000, 0)]
+    calls = {"gather": (4, "float32"), "all_reduce": (4000, "float32"), "barrier": (0, None)}
+    records = [Parameters(t=0.0, optimizer_number=0, optimizer="SGD", built=0, rows=rows)]
+    for number, (name, (nbytes, dtype)) in enumerate(calls.items()):
+        facts = {"number": number, "name": name, "nbytes": nbytes, "dtype": dtype}
+        records += [CollectiveCall(t=1.0, at=None, step=0, **facts)] * 6
+    assert _used([RankRecords(1, records)]) == ["all_reduce", "barrier"]
 
 
 WRONG = {
