@@ -77,7 +77,9 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
         default_factory=lambda: [2, 3]
     )
     uses: list[Text] = []
-    properties: list[Text] = ["collectives", "gradients", "weights"]
+    properties: list[Text] = msgspec.field(
+        default_factory=lambda: ["collectives", "gradients", "weights"]
+    )
     deductions: dict[str, Share] = {}
     accepts: dict[str, Text] = {}
     demands: list[Text] = []

@@ -291,6 +291,7 @@ class LoaderWatch:
     loaders : the loaders that still live, by torch's DataLoader.
     made : the script's line that made a loader, by torch's DataLoader.
     epochs : the epochs, by torch's iterator.
+    latest : the epoch of the latest batch.
     fresh : the epochs that gave a batch since the last backward, the newest last. Those of other
         loaders are no longer fresh after a forward without gradients.
     """
@@ -302,6 +303,7 @@ class LoaderWatch:
         self.made: WeakKeyDictionary[Any, list[Any] | None] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()
         self.fresh: list[WatchedEpoch] = []
+        self.latest: WatchedEpoch | None = None
         patch(DataLoader, __init__=self.make)
         patch(
             dataloader._BaseDataLoaderIter,
@@ -390,6 +392,7 @@ class LoaderWatch:
             contents=contents,
         )
         epoch.given += 1
+        self.latest = epoch
         self.fresh = [other for other in self.fresh if other.loader is not epoch.loader]
         self.fresh.append(epoch)
 
@@ -401,6 +404,13 @@ class LoaderWatch:
             rest = [*chain(*epoch.queue), *islice(more, LONGEST_REST)]
             if len(rest) < LONGEST_REST:
                 self.probe.record("rest", **epoch.names, indices=rest, inner=epoch.find_inner(rest))
+
+    def cut(self) -> None:
+        """End the epoch of the latest batch, since the script is ended."""
+        for iterator, epoch in list(self.epochs.items()):
+            if epoch is self.latest and not epoch.over:
+                epoch.over = True
+                self.end(epoch, iterator, cut=True)
 
     def take_indices(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Remember the indices of a batch, in the order in which the sampler gives them."""

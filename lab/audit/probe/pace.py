@@ -42,7 +42,7 @@ _LOADERS = os.path.join("torch", "utils", "data", "")
 class Pace:
     """Limits the batches of epochs.
 
-    window : the most batches that an update took.
+    window : the most batches of one epoch that an update took.
     hurried : epochs have been made short.
     """
 
@@ -52,7 +52,7 @@ class Pace:
         self._probe = probe
         self._board = board
         self._fewest = WITH_CLOCKS if probe.settings.get("clocks") else FEWEST
-        self._batches = 0  # since the last update
+        self._batches = 0  # of this epoch since the last update
         self._first_update: float | None = None
         self._judged_since: WeakKeyDictionary[WatchedEpoch, float] = WeakKeyDictionary()
         self._lengths: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -122,11 +122,14 @@ class Pace:
         if epoch.trains and len(epoch.loader.trained()) == 1:
             if epoch.given == 1:
                 self._judged_since[epoch] = time.monotonic()
-            elif epoch.given == JUDGED:
+            elif epoch.given == JUDGED and self._is_loop():
                 self._judge(epoch)
         if epoch.limit is not None and epoch.given >= epoch.limit and self._is_loop():
             raise StopIteration
-        self._batches += 1
+        if epoch.given == 0:
+            self._batches = 0
+        if epoch.loader.trained():
+            self._batches += 1
 
     def _judge(self, epoch: WatchedEpoch) -> None:
         """Agree with the other ranks on the length of the first training epoch."""

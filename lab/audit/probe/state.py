@@ -7,7 +7,7 @@ of the events' names, of an object among ``probe.listeners``. The events, with t
 backward_begin (root tensors), backward_end (), communicate (tensors of a call that begins),
 ddp_forward (), step_begin (optimizer), step_end (optimizer), forward_begin (module), forward
 (module), epoch_begin (epoch, torch's loader), batch_begin (epoch: its
-loader is asked for a batch), ending (). "forward" means an outermost call of
+loader is asked for a batch), cut (), ending (). "forward" means an outermost call of
 a module that has parameters, with or without gradients. Steps are those of the outermost optimiser.
 An error in a listener is recorded as ``trouble`` and goes no further, so that the script goes on;
 only StopIteration, SystemExit and the like get through.

@@ -85,7 +85,8 @@ class Stopping:
         It does if it has done enough backwards, and no optimiser exists.
         """
         backwards = self.probe.gradients.backward
-        if backwards == FEWEST_STEPS and self.probe.step == 0:
+        enough = min(FEWEST_STEPS, self.steps or FEWEST_STEPS)
+        if backwards == enough and self.probe.step == 0:
             self.by_hand = not any(issubclass(type(held), Optimizer) for held in gc.get_objects())
         if self.by_hand:
             self.probe.step = self.done = backwards
@@ -124,9 +125,9 @@ class Stopping:
         """Return whether the ranks may communicate unseen, or there is no other rank."""
         return group_size() < 2 or bool(self.probe.noted & {"fsdp", "mesh"})
 
-    def forward(self, module: torch.nn.Module) -> None:
-        """Cut a script that trains without an optimiser."""
-        if module.training and torch.is_grad_enabled():
+    def backward_begin(self, *_: Any) -> None:
+        """Cut a script that updates its weights by hand."""
+        if self.by_hand:
             self.step_begin(None)
 
     def step_begin(self, _optimizer: Any) -> None:
@@ -151,6 +152,7 @@ class Stopping:
         if not self.probe.cutting:
             self.probe.cutting = True
             self.probe.record("cut", step=self.probe.step)
+            self.probe.tell("cut")
             if self.probe.settings.get("clocks"):
                 self.patience = CLOCK_SECONDS
             self.board.note("cut", self.done)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lab.audit.findings import run_checks, without_explained
-from lab.audit.findings.finding import Finding, Unknown
+from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.findings.gradients import check as check_gradients
 from lab.audit.findings.gradients import resolve
 from lab.audit.findings.properties import property_rows

@@ -59,7 +59,21 @@ ANSWERS = {  # by script: findings, other facts, and the marks for 6 points
         },
         "",
     ),
-    "unclear": ({"different-start": "certain"}, {"status": 2}, ""),
+    "unclear": (
+        {"different-start": "certain"},
+        {"status": 2, "verdict": {"question": "", "answer": "cannot tell", "why": ""}},
+        "",
+    ),
+    "not-asked": (
+        {},
+        {"status": 2, "properties": [{"name": "coverage", "state": "not seen", "said": ["x"]}]},
+        "6",
+    ),
+    "not-seen": (
+        {},
+        {"status": 2, "properties": [{"name": "weights", "state": "not seen", "said": ["x"]}]},
+        "",
+    ),
     "no-runs": ({}, {"runs": []}, ""),
     "doubted": ({"sum-not-mean": "certain"}, {"status": 1, "doubts": ["forged"]}, ""),
     "right": ({}, {}, "6"),
