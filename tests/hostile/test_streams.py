@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from lab.audit import isolation
 from lab.cli import main
 from lab.grade.demands import _argv_names
 from tests.helpers import LONG, ROOT, user_environment
@@ -127,6 +128,34 @@ def test_a_file_does_not_take_the_number_of_a_closed_stream(tmp_path):
     environment = user_environment() | {"PYTHONPATH": str(ROOT)}
     assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=LONG).returncode == 0
     assert (tmp_path / "next").read_text() == "whole"
+
+
+def test_another_encoding_than_utf_8_changes_words_alone():
+    """The µ of a latency becomes an escape, and the project's own tables are read."""
+    words = "predict --nodes 2 --rate 1gbit --latency 30us --step-time 99ms --parameters 9m"
+    environment = user_environment() | {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "lab", *words.split(), "--batch", "32"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert r"\xb5s" in ended.stdout
+
+
+def test_names_of_hosts_in_any_encoding_are_kept(tmp_path, monkeypatch):
+    of_system = tmp_path / "of_system"
+    of_system.write_bytes(b"127.0.0.1 localhost  # B\xfcro\n")
+    monkeypatch.setattr(isolation, "HOSTS", of_system)
+    written = isolation.write_hosts(tmp_path, "10.0.0.1", ["a"]).read_bytes()
+    assert written == b"10.0.0.1 a\n" + of_system.read_bytes()
 
 
 @pytest.mark.parametrize(
