@@ -50,6 +50,17 @@ def _normalise(features: int, batch: int, module: Any, rank: Rank) -> dict[str, 
 
 
 def _judge_pass(features: int, batch: int, ranks: Sequence[Returned]) -> Iterator[Flaw]:
+    """Yield what is wrong with a pass.
+
+    Raises ValueError, so that a person looks, if nothing is, and no message was seen.
+    """
+    flaws = list(_flaws_of_pass(features, batch, ranks))
+    yield from flaws
+    if not flaws and not all(returned["sent"] for returned in ranks):
+        raise ValueError("all numbers are right, and no message was seen")
+
+
+def _flaws_of_pass(features: int, batch: int, ranks: Sequence[Returned]) -> Iterator[Flaw]:
     """Compare one pass in each direction with that of one process."""
     own = [_activations(returned.rank, features, batch) for returned in ranks]
     whole = torch.cat(own).requires_grad_()
@@ -175,10 +186,15 @@ def _difference(tensor: torch.Tensor, every: torch.Tensor, rank: int) -> str | N
 
 
 def _ring(returned: Returned, length: int, where: str, *, is_right: bool) -> Iterator[Flaw]:
-    """Yield what a ring does not send: collectives, to ranks that are no neighbours, too much."""
+    """Yield what a ring does not send: collectives, to ranks that are no neighbours, too much.
+
+    Raises ValueError, so that a person looks, if the result is right, and no message was seen.
+    """
     rank = returned.rank.number
     size = returned.rank.size
     sent: list[Message] = returned["sent"]
+    if is_right and not sent:
+        raise ValueError("the mean is right, and no message was seen")
     collectives = [message for message in sent if message.name != "send"]
     if collectives:
         evidence = f"{where}: it calls {collectives[0].name.strip('_')}"

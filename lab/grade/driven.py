@@ -43,7 +43,13 @@ def driven_facts(
     status = 0
     headline = f"Equal to one process on {counts(verdicts, 'rank')}: {listed(passed, most=20)}."
     failure = None
-    if not _is_explained(verdicts.values(), findings):
+    found = {each.name for verdict in verdicts.values() for each in verdict.found}
+    if unknown := sorted(found - entries.keys()):
+        status = CANNOT_TELL
+        headline = failure = (
+            f"the driver found {listed(unknown)}, which [findings] does not explain"
+        )
+    elif not _is_explained(verdicts.values(), findings):
         status = CANNOT_TELL
         failure = _why_stopped(verdicts.values(), result)
         names = [finding.name for finding in findings]

@@ -52,7 +52,7 @@ class Facts(msgspec.Struct, kw_only=True):
     Parameters
     ----------
     key : of all that they follow from.
-    used : the collectives that its ranks called, and "ddp".
+    used : the collectives by which its ranks sent more than next to nothing, and "ddp".
     whole : whether all ranks that trained came to the audit's end.
     doubts : why the records may not be what the probe wrote, or are not all.
     script : its path in the submission.

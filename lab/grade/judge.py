@@ -217,6 +217,8 @@ def _verdict(driver: ModuleType, part: str, run: DrivenRun) -> PartVerdict:
     checks: Sequence[Check] = driver.PARTS[part]
     of_ranks = [_records(run.log(rank)) for rank in range(run.size)]
     verdict = PartVerdict()
+    if not checks:
+        verdict.stop("the driver has no checks for this part")
     for number, check in enumerate(checks):
         found = [records[number] for records in of_ranks if number in records]
         errors = [record.error for record in found if record.error]

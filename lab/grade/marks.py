@@ -154,7 +154,8 @@ def _unclear(
     if missing:
         looks.append(
             Look(
-                f"this part is to use {', '.join(part.uses)}; it never calls {', '.join(missing)}."
+                f"this part is to use {', '.join(part.uses)}; it never calls {', '.join(missing)}, "
+                "or sends next to nothing by it."
             )
         )
     if not counted:

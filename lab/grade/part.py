@@ -10,6 +10,7 @@ import platform
 import resource
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from lab.audit.cli import STEPS
 from lab.audit.command import AuditCommand
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import RankRecords, Recording
-from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Searched, Start, Step
+from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Parameters, Searched, Start, Step
 from lab.audit.report import OWN_FAULT, AuditContent, content_of
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
@@ -44,6 +45,8 @@ _MOST_MEMORY = 8 * 2**30
 # Collectives in the facts, characters of a name, and replaced functions that are named.
 _MOST_NAMES = 999
 _LONGEST_NAME = 99
+# Bytes for each number of the parameters, in all steps: a tenth of what one step sends.
+_LEAST_SENT = 0.4
 _MOST_REPLACED = 5
 _MOST_TRACES = 5
 # Other commands for a script that refuses the demanded one; they begin within its time limit.
@@ -190,9 +193,19 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
 
 
 def _used(ranks: Sequence[RankRecords]) -> list[str]:
-    """Return the collectives that the ranks called, and "ddp" if one used it."""
-    # Longer names, and more, come from no probe.
-    used = {call.name[:_LONGEST_NAME] for rank in ranks for call in rank.of(CollectiveCall)}
+    """Return the collectives that the ranks called, and "ddp" if one used it.
+
+    Not those whose tensors are next to nothing beside the parameters: no gradients went by them.
+    """
+    used: set[str] = set()
+    for rank in ranks:
+        rows = [row for record in rank.of(Parameters) for row in record.rows]
+        least = _LEAST_SENT * sum(row.numel for row in rows)
+        sent: defaultdict[str, float] = defaultdict(float)
+        for call in rank.of(CollectiveCall):
+            # Longer names, and more, come from no probe. Without tensors: a barrier, an object.
+            sent[call.name[:_LONGEST_NAME]] += least if call.dtype is None else call.nbytes
+        used.update(name for name, nbytes in sent.items() if nbytes >= least)
     if any(rank.of(DdpBuilt) for rank in ranks):
         used.add("ddp")
     return sorted(used)[:_MOST_NAMES]

@@ -10,6 +10,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Set
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -191,6 +192,12 @@ def _check_findings(rubric: Rubric, *, where: str) -> None:
         unknown = [other for other in finding.explains if other not in known]
         if unknown:
             raise UserError(f"{where}: {name} explains {listed(unknown)}: there is no such finding")
+    try:
+        TopologicalSorter({name: known[name].explains for name in known}).prepare()
+    except CycleError as error:
+        raise UserError(
+            f"{where}: {listed(error.args[1][:-1])} explain each other: neither would cost points"
+        ) from error
 
 
 def _check_part(name: str, part: Part, rubric: Rubric, *, where: str) -> None:

@@ -19,7 +19,6 @@ from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from lab.grade.facts import Look
 from lab.grade.rubric import Part, Rubric
-from lab.grade.unpack import IGNORED
 
 _SUFFIXES = (".zip", ".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz")
 _TRAINS = re.compile(r"\.backward\(|init_process_group|DistributedDataParallel")
@@ -45,11 +44,6 @@ def _name(path: Path) -> str:
             break
     # Without dots around it: "..", of "...zip", is another folder.
     return re.sub(r"[^\w.@-]", "_", name).strip(".") or "submission"
-
-
-def _is_ignored(relative: Path) -> bool:
-    """Return whether a path in a submission is none of the student's work."""
-    return not set(IGNORED).isdisjoint(relative.parts)
 
 
 # --- scripts ---
@@ -84,11 +78,7 @@ def find_script(folder: Path, name: str, rubric: Rubric, given: str | None) -> P
 
 def _fitting(folder: Path, pattern: str) -> list[Path]:
     """Return the student's files that fit a pattern."""
-    return [
-        path
-        for path in sorted(folder.glob(pattern))
-        if path.is_file() and not _is_ignored(path.relative_to(folder))
-    ]
+    return [path for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
 def _listed(folder: Path, paths: Sequence[Path]) -> str:

@@ -157,7 +157,8 @@ def _unpack_zip(source: Path, target: Path) -> None:
             is_link = stat.S_ISLNK(info.external_attr >> 16)
             entries.append(Entry(info.filename, info.file_size, is_link))
         _check(entries)
-        archive.extractall(target)  # of each file at most what its entry says
+        kept = [name for name in archive.namelist() if not _is_left_out(name)]
+        archive.extractall(target, kept)  # of each file at most what its entry says
 
 
 class _Limited:
@@ -204,7 +205,13 @@ def _unpack_tar(source: Path, target: Path) -> None:
         strange = [info.name for info in members if not (info.isreg() or info.isdir())]
         if strange:
             raise UserError(f"neither a file nor a folder: {listed(strange, most=3)}")
-        archive.extractall(target, members, filter="data")
+        kept = [info for info in members if not _is_left_out(info.name)]
+        archive.extractall(target, kept, filter="data")
+
+
+def _is_left_out(name: str) -> bool:
+    """Return whether an entry of an archive is none of the student's work."""
+    return not set(IGNORED).isdisjoint(PurePosixPath(name).parts)
 
 
 def _check(entries: Sequence[Entry]) -> None:

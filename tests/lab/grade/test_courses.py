@@ -70,6 +70,18 @@ MISTAKES = {
         "tests/adapters.py",
         8,
         {
+            "torchs-own": (
+                [
+                    (
+                        "return Bucketed(module, bucket_size_mb)",
+                        "return nn.parallel.DistributedDataParallel(module)",
+                    ),
+                    ("    ddp_model.finish()", "    pass"),
+                    ("    ddp_model.start()", "    pass"),
+                ],
+                "",
+                None,
+            ),
             "bytes": ([("bucket_size_mb * 2**20", "bucket_size_mb")], "bucket-size", 4),
             "never-counted-again": (
                 [("    ddp_model.start()", "    pass")],
@@ -83,6 +95,17 @@ MISTAKES = {
         15,
         {
             "whole-state": ([("if owner == dist.get_rank()", "if True")], "state-not-sharded", 7.5),
+            "torchs-own": (
+                [
+                    (
+                        "return Sharded(params, optimizer_cls, **kwargs)",
+                        "from torch.distributed.optim import ZeroRedundancyOptimizer as Zero\n"
+                        "    return Zero([*params], optimizer_cls, **kwargs)",
+                    )
+                ],
+                "",
+                None,
+            ),
             "not-sent": (
                 [("dist.broadcast(parameter.data, src=owner)", "pass")],
                 "shard-not-sent",
@@ -141,6 +164,25 @@ MISTAKES = {
                 ],
                 "not-a-ring",
                 1.5,
+            ),
+            "by-files": (
+                [
+                    (
+                        "    chunks = send",
+                        "    import pathlib, time\n"
+                        "    place = pathlib.Path(__file__).parent\n"
+                        "    part = place / f'{len(send)}-{rank}.new'\n"
+                        "    torch.save(send, part)\n"
+                        "    part.rename(place / f'{len(send)}-{rank}')\n"
+                        "    wanted = [place / f'{len(send)}-{other}' for other in range(size)]\n"
+                        "    while not all(path.exists() for path in wanted):\n"
+                        "        time.sleep(0.01)\n"
+                        "    send.copy_(sum(map(torch.load, wanted)) / size)\n    return\n"
+                        "    chunks = send",
+                    )
+                ],
+                "",
+                None,
             ),
             "whole-tensors": (
                 [
@@ -414,7 +456,7 @@ def graded(part, names, folder, *, ranks):
         rows = {row["submission"]: row for row in csv.DictReader(table)}
     print(rows)
     return {
-        name: (row["faults"].replace(f"{part}:", ""), float(row[part]))
+        name: (row["faults"].replace(f"{part}:", ""), float(row[part]) if row[part] else None)
         for name, row in rows.items()
     }
 

@@ -88,7 +88,8 @@ def judge(ranks):
         if returned["sum"].item() != right:
             yield Flaw("wrong-sum", f"rank {returned.rank.number}")
 
-PARTS = {"one": [Check("the sum", run, judge)], "two": [Check("the sum", run, judge)] * 2}
+CHECK = Check("the sum", run, judge)
+PARTS = {"one": [CHECK], "two": [CHECK] * 2, "none": []}
 """
 
 
@@ -148,6 +149,28 @@ def test_no_check_of_a_course_passes_ranks_that_returned_nothing(course):
         except (LookupError, ValueError):
             continue  # which judge.py makes "cannot be judged"
         assert flaws, check.title
+
+
+def test_tensors_without_elements_equal_no_weights():
+    """A shape (0, 10, 10) fits (10, 10) where torch compares, and all of no elements agree."""
+    driver = load_driver(str(FOLDER / "cs336.py"))
+    check = driver.PARTS["optimizer"][0]
+    weights = dict(driver.Plain().named_parameters())
+    after = {name: torch.empty(0, *value.shape) for name, value in weights.items()}
+    ranks = [Returned(Rank(number, 2, number, 7), {"after": [after] * 10}) for number in range(2)]
+    assert list(check.judge(ranks))
+
+
+def test_a_finding_without_a_text_leaves_the_mark_to_a_person():
+    rubric = load_rubric("cs336")
+    misspelt = PartVerdict(found=[FoundInRun("shard-not-sendt", "step 1")])
+    audit = driven_facts(audited(), {2: misspelt, 3: RAISED}, entries(rubric.findings))
+    seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
+    assert (audit.status, mark_part("optimizer", seen, rubric).marks) == (2, None)
+
+
+def test_a_part_without_checks_passes_nothing(tmp_path):
+    assert verdict_on(tmp_path, "none", "", "").end == "stopped"
 
 
 def test_wrong_values_are_the_drivers_finding(tmp_path):

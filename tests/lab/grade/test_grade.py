@@ -11,10 +11,13 @@ import pytest
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import convert, encode
 from lab.audit.findings.finding import FAULT, catalogue
+from lab.audit.recording import RankRecords
+from lab.audit.records import CollectiveCall, Parameter, Parameters
 from lab.audit.report import AuditContent
 from lab.grade import grade as grading
 from lab.grade.facts import Facts
 from lab.grade.findings import lesson_of
+from lab.grade.part import _used
 from lab.grade.rubric import FOLDER
 from tests.helpers.browser import chromium, needs_browser, refuse_strangers
 from tests.helpers.paths import ROOT
@@ -314,6 +317,16 @@ def test_the_pages_run_their_own_scripts_alone(grade, ran, tmp_path):
             with browser.page(path) as page:
                 assert page.evaluate("window.ran") is None
             refuse_strangers(browser, path)
+
+
+def test_a_call_that_sends_next_to_nothing_is_not_how_a_part_exchanges_its_gradients():
+    rows = [Parameter("0.0.0", "weight", [100, 10], "float32", 1000, 0)]
+    calls = {"gather": (4, "float32"), "all_reduce": (4000, "float32"), "barrier": (0, None)}
+    records = [Parameters(t=0.0, optimizer_number=0, optimizer="SGD", built=0, rows=rows)]
+    for number, (name, (nbytes, dtype)) in enumerate(calls.items()):
+        facts = {"number": number, "name": name, "nbytes": nbytes, "dtype": dtype}
+        records += [CollectiveCall(t=1.0, at=None, step=0, **facts)] * 6
+    assert _used([RankRecords(1, records)]) == ["all_reduce", "barrier"]
 
 
 WRONG = {

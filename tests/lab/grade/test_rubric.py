@@ -68,6 +68,7 @@ def test_a_driver_is_found_beside_its_rubric_and_its_findings_have_prices(own):
         ("[findings.too-slow]", "[findings.sum-not-mean]", "this name is taken"),
         ("[findings.too-slow]", "[findings.raises]", "this name is taken"),
         ('cure = "Do not wait."', 'cure = "x"\nexplains = ["nothing"]', "no such finding"),
+        ('cure = "Do not wait."', 'cure = "x"\nexplains = ["too-slow"]', "explain each other"),
         ('cause = "It waits."', "", "cause"),
     ],
 )

@@ -186,7 +186,10 @@ def test_a_large_file_is_not_read_into_memory(tmp_path):
 
 
 def test_good_archives_of_all_kinds_are_unpacked(tmp_path):
-    files = {"me/part2/main.py": "print(2)\n", "me/data.bin": "x" * 2**20, "me/" + "d/" * 60: ""}
+    # Python would run what is compiled in place of the source beside it.
+    compiled = "me/__pycache__/main.cpython-311.pyc"
+    files = {"me/part2/main.py": "print(2)\n", "me/data.bin": "x" * 2**20, compiled: "no source"}
+    files["me/" + "d/" * 60] = ""
     (tmp_path / "good.zip").write_bytes(zip_of(*files.items()))
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
@@ -207,3 +210,4 @@ def test_good_archives_of_all_kinds_are_unpacked(tmp_path):
         assert (target / "me/data.bin").stat().st_size == 2**20
         assert (target / "me/data.bin").stat().st_mode & 0o777 == 0o644
         assert (target / ("me/" + "d/" * 60)).is_dir()
+        assert not (target / compiled).exists(), source
