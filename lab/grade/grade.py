@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -59,6 +60,7 @@ _NOT_YET = Look("it has not been run yet.", grader="Start the same command again
 _AGAIN = "Start the same command again, or look at its code."
 # For the audit around the runs of a part.
 _MORE_SECONDS = 120.0
+_END_SECONDS = 30.0
 
 
 def main_grade(args: argparse.Namespace) -> int:
@@ -391,6 +393,9 @@ def _run(task: Task) -> Facts | Look:
             output, _ = process.communicate(encode(task), timeout=limit)
         except subprocess.TimeoutExpired:
             process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_END_SECONDS)
+            process.kill()  # else the class would wait for it
             return Look(f"its audit did not end within {_about(limit)}.", grader=_AGAIN)
     if process.returncode != 0:
         lines = output.decode(errors="replace").strip().splitlines() or ["no message"]

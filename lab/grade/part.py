@@ -214,7 +214,7 @@ def _used(ranks: Sequence[RankRecords]) -> list[str]:
 def _doubts(result: AuditResult, ended: Sequence[str]) -> list[str]:
     """Return what a right script does not do to the sandbox, the probe and its records."""
     if ended:
-        return [f"it was ended: it {ended[0]}"]
+        return [f"it was ended: {ended[0]}"]
     doubts: set[str] = set()
     if any(OWN_FAULT in sentence for sentence in result.unknown):
         doubts.add(f"{OWN_FAULT} has failed")

@@ -43,6 +43,7 @@ _RESERVED = (
     (r"PATH|LD_\w*|PYTHONHOME", "the sandbox starts its programs with it"),
     (r"LAB_\w*|GLOO_SOCKET_IFNAME", "the audit sets it"),
 )
+_TAKEN = ("index", "results")
 _OF_A_RANK = re.compile("MASTER_ADDR|MASTER_PORT|(?:LOCAL_)?RANK|(?:LOCAL_)?WORLD_SIZE")
 
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
@@ -95,7 +96,8 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         in a mark.
     expected_seconds : that a part takes on two cores, to say at the start how long it all takes.
     limit_seconds : for one run of a part, on one number of ranks.
-    memory_gb, disk_gb, processes : limits of one part.
+    memory_gb, disk_gb, processes : limits of one part. Its files lie in memory; disk_gb limits each
+        of its folders.
     deductions : as those of a part, which come first; "others" for the faults that are not named.
     mounts : folders that the scripts read: where each appears, relative to the script's folder if
         it is not absolute, and where it lies on this machine. A run sees a folder of its own with
@@ -202,6 +204,8 @@ def _check_findings(rubric: Rubric, *, where: str) -> None:
 
 def _check_part(name: str, part: Part, rubric: Rubric, *, where: str) -> None:
     """Raise UserError for anything wrong in a part."""
+    if name in _TAKEN:
+        raise UserError(f"{where}: no part can be called {name}, as a file of each submission is")
     known = entries(rubric.findings)
     for shares in (rubric.deductions, part.deductions):
         faults = shares.keys() - {OTHERS, *part.demands}

@@ -4,7 +4,7 @@
 ids, whose first process takes all others along; and a file system in which the system's folders,
 the script's Python, the probe and the rubric's folders are read-only, and a copy of the submission
 lies in memory. Processes run in a ``chroot``, so that they cannot make further namespaces, as an
-ordinary user, under limits; ``_watch`` ends them when memory or records grow too large.
+ordinary user, under limits; limits.py ends them when memory or records grow too large.
 """
 
 import contextlib
@@ -16,13 +16,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from common.errors import UserError
-from common.utils.processes import descendants
 from lab.audit.isolation import (
     HOSTS,
     RunNetwork,
@@ -38,14 +37,12 @@ from lab.fleet.first_failure import last_error_line
 from lab.fleet.namespaces import enter_words
 from lab.grade.driven import RUNNER
 from lab.grade.findings import OwnFinding
+from lab.grade.limits import Watched, watch
 
 _PROGRAM = "bwrap"  # bubblewrap's
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 _MOUNTED = "/mounted"  # has the rubric's folders
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts")
-_WATCH_SECONDS = 0.25
-_MOST_RECORDS = 20_000  # files
-_MOST_OF_MACHINE = 95.0  # percent of all memory: also of what no process maps
 # Root grades as one of these users, chosen by its process: a limit of processes counts all that a
 # user has, also in the sandbox of another part.
 _FIRST_USER = 61_000
@@ -71,7 +68,9 @@ class Task(msgspec.Struct, kw_only=True):
     facts : the file to write, with a page beside it.
     key : stays in the facts.
     mounts : the rubric's folders by where they appear.
-    memory_bytes, disk_bytes, processes : limits of all its processes together.
+    memory_bytes, processes : limits of all its processes together. The files that it writes lie in
+        memory, and count; see limits.py.
+    disk_bytes : the limit of each of its folders.
     sandboxed : False runs the script with the rights of this process.
     """
 
@@ -174,11 +173,18 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
         enter = _enter(task, root, first)
         _copy_in(task, enter)
         # The records lie in memory, which stays as long as this is open.
-        held = os.open(f"/proc/{first}/root{root}{records}", os.O_RDONLY | os.O_DIRECTORY)
+        held = _open_folder(first, f"{root}{records}")
         outside = Path(f"/proc/self/fd/{held}")
+        watched = Watched(
+            first=first,
+            folders=[_open_folder(first, at) for at in _memories_in(namespaces)],
+            records=outside,
+            memory_bytes=task.memory_bytes,
+            disk_bytes=task.disk_bytes,
+        )
         over = threading.Event()
-        watch = threading.Thread(target=_watch, args=(task, first, outside, over, ended))
-        watch.start()
+        watcher = threading.Thread(target=watch, args=(watched, over, ended))
+        watcher.start()
         network = RunNetwork(prefixes=[[*enter, str(task.cwd)]], records=records, outside=outside)
         if task.names:
             network = replace(network, master=addresses[0], interface=interfaces[0])
@@ -186,8 +192,13 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
             yield network
         finally:
             over.set()
-            watch.join()
+            watcher.join()
             os.close(held)
+
+
+def _open_folder(first: int, path: str) -> int:
+    """Open a folder as the first process in the namespaces finds it."""
+    return os.open(f"/proc/{first}/root{path}", os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _enter(task: Task, root: Path, first: int) -> list[str]:
@@ -302,7 +313,13 @@ def _memories(task: Task, taken: Sequence[str]) -> Iterator[str]:
 
 
 def _memory(task: Task, root: Path, at: str) -> list[str]:
-    return ["--size", str(task.disk_bytes), "--perms", "1777", "--tmpfs", f"{root}{at}"]
+    size = min(task.disk_bytes, task.memory_bytes)
+    return ["--size", str(size), "--perms", "1777", "--tmpfs", f"{root}{at}"]
+
+
+def _memories_in(words: Sequence[str]) -> list[str]:
+    """Return where bubblewrap mounts memory by these words."""
+    return [at for option, at in pairwise(words) if option == "--tmpfs"]
 
 
 def _folders(root: Path, places: Sequence[str]) -> list[str]:
@@ -330,43 +347,3 @@ def _is_in(folder: Path, system: Sequence[Path]) -> bool:
     if folder == Path("/"):
         return True
     return any(folder.is_relative_to(place) for place in system)
-
-
-# --- the limits that the kernel does not keep ---
-
-
-def _watch(task: Task, first: int, records: Path, over: threading.Event, ended: list[str]) -> None:
-    """End the namespaces, and say why, when their processes use too much."""
-    reason = None
-    while reason is None and not over.is_set():
-        over.wait(_WATCH_SECONDS)  # and it looks once more at the end
-        reason = _too_much(task, records)
-    if reason:
-        ended.append(reason)
-        with contextlib.suppress(psutil.Error):
-            psutil.Process(first).kill()
-
-
-def _too_much(task: Task, records: Path) -> str | None:
-    """Return of what the processes in the sandbox use too much; None if of nothing."""
-    if _used_bytes() > task.memory_bytes:
-        return f"used more than {task.memory_bytes / 2**30:.3g} GB of memory"
-    if psutil.virtual_memory().percent > _MOST_OF_MACHINE:
-        return "left this machine without memory"
-    space = os.statvfs(records)
-    # A probe that finds no room would fail unexplained.
-    is_full = space.f_bavail < space.f_blocks / 20
-    if is_full or space.f_files - space.f_ffree > _MOST_RECORDS:
-        return f"wrote more than {task.disk_bytes / 2**30:.3g} GB of records"
-    return None
-
-
-def _used_bytes() -> int:
-    """Return the memory of the processes that this one has in namespaces of their own."""
-    used = 0
-    for pid in descendants(os.getpid()):
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
-                # What forked loaders share with their rank counts once.
-                used += psutil.Process(pid).memory_full_info().pss
-    return used

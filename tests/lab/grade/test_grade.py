@@ -19,6 +19,7 @@ from lab.grade.facts import Facts
 from lab.grade.findings import lesson_of
 from lab.grade.part import _used
 from lab.grade.rubric import FOLDER
+from lab.grade.sandbox import Task
 from tests.helpers.browser import chromium, needs_browser, refuse_strangers
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import wait_until
@@ -317,6 +318,19 @@ def test_the_pages_run_their_own_scripts_alone(grade, ran, tmp_path):
             with browser.page(path) as page:
                 assert page.evaluate("window.ran") is None
             refuse_strangers(browser, path)
+
+
+def test_an_audit_that_cannot_be_asked_to_end_is_killed(tmp_path, monkeypatch):
+    deaf = tmp_path / "python"
+    deaf.write_text("#!/bin/sh\ntrap '' TERM\nexec sleep 1000\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(grading.sys, "executable", str(deaf))
+    monkeypatch.setattr(grading, "_MORE_SECONDS", 0.3)
+    monkeypatch.setattr(grading, "_END_SECONDS", 0.3)
+    words = {"words": ["python"], "ranks": [], "submission": "", "script": "", "facts": ""}
+    limits = {"memory_bytes": 1, "disk_bytes": 1, "processes": 1, "limit_seconds": 0.1}
+    task = Task(**words, **limits, key="", mounts={}, sandboxed=True)
+    assert "did not end" in grading._run(task).what
 
 
 def test_a_call_that_sends_next_to_nothing_is_not_how_a_part_exchanges_its_gradients():

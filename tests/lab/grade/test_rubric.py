@@ -67,6 +67,7 @@ def test_a_driver_is_found_beside_its_rubric_and_its_findings_have_prices(own):
         ("[parts.one]", "deductions.too-fast = 1\n[parts.one]", "nor has [findings]"),
         ("[findings.too-slow]", "[findings.sum-not-mean]", "this name is taken"),
         ("[findings.too-slow]", "[findings.raises]", "this name is taken"),
+        ("[parts.one]", "[parts.results]", "no part can be called results"),
         ('cure = "Do not wait."', 'cure = "x"\nexplains = ["nothing"]', "no such finding"),
         ('cure = "Do not wait."', 'cure = "x"\nexplains = ["too-slow"]', "explain each other"),
         ('cause = "It waits."', "", "cause"),

@@ -1,14 +1,18 @@
 """Strangers in the sandbox, and what they cannot do. Each has hard limits of its own."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from common.utils.typed_json import encode
 from lab.audit.runner import HOOK
 from lab.grade import sandbox
 from tests.helpers.audited import BY_FLAGS
+from tests.helpers.paths import ROOT
 from tests.helpers.processes import running_in
 from tests.helpers.waiting import wait_until
 from tests.lab.grade.conftest import RUBRIC
@@ -43,6 +47,24 @@ for folder in (".", "/tmp", "/dev/shm"):
     except OSError as error:
         print(folder, error.strerror)
 """
+FILLS_WITHOUT_END = """\
+import os, time
+kept = [bytearray(30_000_000)]
+for number in range(7):
+    with open(f"{folder}/{{number}}", "wb") as file:
+        file.write(bytes(20_000_000))
+        if {removed}:
+            kept.append(os.dup(file.fileno()))
+            os.unlink(file.name)
+time.sleep(9)
+"""
+HIDES_MEMORY = """\
+import os, time
+for number in range(10):
+    with open(os.memfd_create("hidden"), "wb", closefd=False) as file:
+        file.write(bytes(20_000_000))
+time.sleep(9)
+"""
 FORKS = "import os, time\nfor _ in range(500):\n    if not os.fork():\n        time.sleep(2)\n"
 HOGS = "import os, time\nos.fork()\nkept = bytearray(100_000_000)\ntime.sleep(9)\n"
 WRITES = "while True:\n    open({records!r} + '/1.jsonl', 'ab').write(b'x' * 100_000)\n"
@@ -65,31 +87,64 @@ socket.create_server(("10.10.1.1", 0)).close()
 """
 MEMFD = "import os\nos.write(os.memfd_create('hidden'), bytes(10**8)); os.write(3, b'x')\n"
 
+ON_A_FULL_MACHINE = """\
+import subprocess, sys, time
+from pathlib import Path
+import msgspec
+from lab.grade import limits, sandbox
+
+folder = Path(sys.argv[1])
+is_big = sys.argv[2] == "big"
+other = folder / ("small" if is_big else "big")
+own = folder / sys.argv[2]
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.02)
+
+def is_full():
+    if (folder / "full").exists():
+        with (own / "looks").open("a") as looks:
+            looks.write("x")
+    return (folder / "full").exists()
+
+def looks_of_other():
+    return len((other / "looks").read_text()) if (other / "looks").exists() else 0
+
+limits._machine_is_full = is_full
+size = 60_000_000 if is_big else 1
+script = f"kept = bytearray({size}); print('runs', flush=True); print(input())"
+task = msgspec.json.decode((own / "task").read_bytes(), type=sandbox.Task)
+ended = []
+with sandbox.sandbox(task, own, ended) as network:
+    words = [*network.prefixes[0], *task.words, "-c", script]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes) as stranger:
+        stranger.stdout.readline()
+        (own / "runs").touch()
+        wait_until((other / "runs").exists)
+        if is_big:
+            (folder / "full").touch()
+            wait_until(lambda: ended)
+            before = looks_of_other()
+            wait_until(lambda: looks_of_other() > before + 1)
+            (folder / "full").unlink()
+            (folder / "over").touch()
+        else:
+            wait_until((folder / "over").exists)
+        print(stranger.communicate(None if is_big else "finished")[0], end="")
+print(*ended)
+"""
+
 
 @pytest.fixture
 def stranger(tmp_path):
     """Run a script in a sandbox with small limits; return its output, and what ended it."""
 
     def run(script, **wanted):
-        task = sandbox.Task(
-            words=[sys.executable],
-            ranks=[2],
-            submission=f"{tmp_path}/submission",
-            script="main.py",
-            facts="",
-            key="",
-            mounts={"deep/data": f"{tmp_path}/mounted"},
-            memory_bytes=150 * 2**20,
-            disk_bytes=8 * 2**20,
-            processes=40,
-            limit_seconds=10,
-            sandboxed=True,
-            **wanted,
-        )
-        for folder in (task.cwd / "deep", tmp_path / "mounted"):
-            folder.mkdir(parents=True)
+        (tmp_path / "mounted").mkdir()
         (tmp_path / "mounted/images").write_text("cifar")
-        (task.cwd / "main.py").write_text("mine")
+        task = small_task(tmp_path, mounts={"deep/data": f"{tmp_path}/mounted"}, **wanted)
         ended = []
         try:
             with sandbox.sandbox(task, tmp_path, ended) as network:
@@ -102,6 +157,27 @@ def stranger(tmp_path):
         return done.stdout + done.stderr, " ".join(ended)
 
     return run
+
+
+def small_task(folder, **wanted):
+    """Return a task with small limits, and make its submission."""
+    (folder / "submission/deep").mkdir(parents=True)
+    (folder / "submission/main.py").write_text("mine")
+    given = {
+        "words": [sys.executable],
+        "ranks": [2],
+        "submission": f"{folder}/submission",
+        "script": "main.py",
+        "facts": "",
+        "key": "",
+        "mounts": {},
+        "memory_bytes": 150 * 2**20,
+        "disk_bytes": 8 * 2**20,
+        "processes": 40,
+        "limit_seconds": 10,
+        "sandboxed": True,
+    }
+    return sandbox.Task(**given | wanted)
 
 
 def test_without_bubblewrap_the_grader_says_once_what_to_install_and_runs_nothing(
@@ -152,7 +228,7 @@ def test_a_stranger_gets_the_network_and_the_folders_that_he_demands(stranger, t
     [
         (FILLS, "/dev/shm No space left on device"),
         (FORKS, "BlockingIOError"),
-        (HOGS, "used more than 0.146 GB of memory"),
+        (HOGS, "it used more than 0.146 GB of memory: 0."),
         (WRITES, "wrote more than 0.00781 GB of records"),
         (HIDES, "wrote more than 0.00781 GB of records"),
         (MEMFD, "File too large"),
@@ -161,3 +237,50 @@ def test_a_stranger_gets_the_network_and_the_folders_that_he_demands(stranger, t
 )
 def test_what_breaks_a_limit_is_ended_and_named(stranger, tmp_path, script, why):
     assert why in " ".join(stranger(script.replace("{records!r}", repr(f"{tmp_path}/records"))))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        FILLS_WITHOUT_END.format(folder="/tmp", removed=False),
+        FILLS_WITHOUT_END.format(folder="/dev/shm", removed=True),
+        FILLS_WITHOUT_END.format(folder=".", removed=False),
+        HIDES_MEMORY,
+    ],
+    ids=["tmp", "shared", "submission", "memfd"],
+)
+def test_files_that_lie_in_memory_count_as_memory(stranger, script):
+    """No file, no folder and no process reaches a limit, and no process maps the files."""
+    said, why = stranger(script, disk_bytes=2**30)
+    found = re.fullmatch(
+        r"it used more than 0.146 GB of memory: (\S+) GB in processes, (\S+) GB in files, .*", why
+    )
+    assert found, (said, why)
+    in_processes, in_files = map(float, found.groups())
+    assert in_processes < 0.08 < 0.1 < in_files
+
+
+def test_a_folder_in_memory_is_no_larger_than_the_memory(stranger):
+    said, _ = stranger(
+        "import os\nfor at in ('.', '/tmp', '/dev/shm'):\n"
+        "    space = os.statvfs(at)\n    print(space.f_blocks * space.f_frsize)",
+        disk_bytes=2**40,
+    )
+    assert said.split() == [str(150 * 2**20)] * 3
+
+
+def test_on_a_full_machine_only_the_largest_part_ends(stranger, tmp_path):
+    """The machine is full until the other part has seen that twice after the end of the first."""
+    stranger("")  # which skips where there is no sandbox
+    parts = {}
+    for name in ("big", "small"):
+        (tmp_path / name).mkdir()
+        words = [sys.executable, "-c", ON_A_FULL_MACHINE, tmp_path, name]
+        env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        (tmp_path / name / "task").write_bytes(encode(small_task(tmp_path / name)))
+        parts[name] = subprocess.Popen(words, env=env, stdout=subprocess.PIPE)
+    said = {name: part.communicate(timeout=60)[0].decode() for name, part in parts.items()}
+    assert re.fullmatch(
+        r"the machine's memory was full, and this part used the most: 0.0[67]\d+ GB\n", said["big"]
+    )
+    assert said["small"] == "finished\n\n"
