@@ -269,11 +269,12 @@ def _describe(wait: Wait) -> str:
 
 
 def _agreed(lists: list[list[CollectiveCall]]) -> Iterator[Right]:
-    """Yield that the ranks call the same collectives, if they call any."""
+    """Yield that the ranks call the same collectives, or that none waits in those of DDP."""
     steps = Counter(call.step for call in min(lists, key=len))
     if not steps:
+        yield Right("collectives", "no rank waited in vain for another one")
         return
-    text = "all ranks call the same collectives in the same order in the watched steps"
+    text = "all ranks call the same collectives in the same order"
     numbers = {steps[step] for step in range(1, max(steps))}  # the first and last are not whole
     if len(numbers) == 1 and 0 not in numbers:
         text += f", {numbers.pop()} a step"

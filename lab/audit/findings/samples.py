@@ -75,7 +75,7 @@ def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
         covers = _coverage(recording, loaders, one_dataset=None not in data)
         if covers is not None:
             yield covers
-    yield from _same_order(loaders)
+    yield from _same_order(loaders, was_cut=bool(recording.of(Cut)))
     counts = _batch_counts(recording, loaders)
     if counts is not None:
         yield counts
@@ -252,6 +252,7 @@ class _Coverage:
     ----------
     number : of the epoch, from 1.
     whole : all ranks' samples of the epoch are known.
+    left : all ranks left it early.
     draws : by rank, the records of what it drew.
     shares : by rank, the samples that it drew.
     counts : how often each sample was drawn.
@@ -263,6 +264,7 @@ class _Coverage:
         self.loaders = loaders
         self.number = number
         self.whole = all(epoch.whole for epoch in epochs)
+        self.left = all(epoch.left for epoch in epochs)
         self.draws: list[list[Batch | Rest]] = [
             epoch.whole if self.whole else [*epoch.batches] for epoch in epochs
         ]
@@ -287,6 +289,8 @@ class _Coverage:
             return None
         if self.repeats > self._most_repeats():
             return self._repeated(one_dataset=one_dataset)
+        if self.left:
+            return Right("coverage", "no sample comes twice in epochs that the script leaves early")
         if not self.whole:
             return Unknown("coverage", "the samples of a whole epoch are not known")
         length = self._length()
@@ -419,8 +423,10 @@ class _Order(NamedTuple):
     same: bool
 
 
-def _same_order(loaders: Loaders) -> Iterator[Outcome]:
+def _same_order(loaders: Loaders, *, was_cut: bool) -> Iterator[Outcome]:
     """Compare the first batches of each epoch with those of the epoch before.
+
+    was_cut : another epoch might have followed.
 
     Nothing is said where some epochs repeat the order and others do not.
     """
@@ -428,7 +434,8 @@ def _same_order(loaders: Loaders) -> Iterator[Outcome]:
     all_alike = len({order.same for order in orders}) == 1
     if all_alike:
         yield _judge_order(loaders[0], orders[0])
-    if loaders[0].facts.replicas and max(len(loader.epochs) for loader in loaders) == 1:
+    one_epoch = max(len(loader.epochs) for loader in loaders) == 1
+    if loaders[0].facts.replicas and one_epoch and was_cut:
         yield Unknown("order", "one epoch was seen")
 
 

@@ -72,16 +72,15 @@ class Pace:
             return
         self._board.note(("batches", watched.key), batches)
         if watched.trained():
-            self._limit_training(epoch)
+            self._limit_training(epoch, batches)
             if epoch.limit is not None:
                 self._lengths[loader] = epoch.limit
         elif self.hurried or self._board.decided("hurried"):
-            epoch.limit = self._limit(watched, EVALUATED, self._least(watched))
+            epoch.limit = _limit(batches, EVALUATED, self._least(watched))
 
-    def _limit_training(self, epoch: WatchedEpoch) -> None:
+    def _limit_training(self, epoch: WatchedEpoch, batches: int) -> None:
         """Agree with the other ranks on the length of a training epoch after the first."""
         watched = epoch.loader
-        batches = watched.facts.batches
         proposal = None
         if self.hurried or self._seconds() > WHOLE_SECONDS:
             window = min(max(1, self.window), MOST_WINDOW)
@@ -90,19 +89,10 @@ class Pace:
         decided = self._board.decide(("epoch", watched.key, epoch.names["epoch"]), proposal)
         if decided is not None:
             self._hurry()
-            epoch.limit = self._limit(watched, *decided)
+            epoch.limit = _limit(batches, *decided)
 
     def _least_of_clocks(self) -> int:
         return self._fewest if self._fewest > FEWEST else 0
-
-    def _limit(self, watched: WatchedLoader, short: int, least: int) -> int | None:
-        """Return this rank's limit; None if its epoch has no more batches.
-
-        short : of the rank that has the least batches, which are ``least``.
-        """
-        batches = watched.facts.batches
-        limit = short + min(max(0, batches - least), MOST_APART)
-        return limit if limit < batches else None
 
     def _least(self, watched: WatchedLoader) -> int:
         """Return the fewest batches that a rank has noted for a loader."""
@@ -134,19 +124,20 @@ class Pace:
     def _judge(self, epoch: WatchedEpoch) -> None:
         """Agree with the other ranks on the length of the first training epoch."""
         watched = epoch.loader
+        batches = watched.facts.batches
         since = self._judged_since.get(epoch)
-        if watched.facts.batches is None or since is None:
+        if batches is None or since is None:
             return
         pace = (time.monotonic() - since) / (JUDGED - 1)
         proposal = None
-        if pace * watched.facts.batches > WHOLE_SECONDS:
+        if pace * batches > WHOLE_SECONDS:
             fewest = max(self._fewest, 2 * self.window) if self.window else NO_UPDATE
             self._board.notes(("batches", watched.key), awaited=group_size(), seconds=WAIT_SECONDS)
             proposal = [max(fewest, int(WHOLE_SECONDS / pace)), self._least(watched)]
         decided = self._board.decide(("first epoch", watched.key), proposal)
         if decided is not None:
             self._hurry()
-            epoch.limit = self._limit(watched, *decided)
+            epoch.limit = _limit(batches, *decided)
 
     def step_end(self, _optimizer: Any) -> None:
         """Count the batches of an update."""
@@ -167,6 +158,15 @@ class Pace:
         if frame is None or not self._probe.is_users(frame.f_code.co_filename):
             return True  # a library's loop
         return dis.opname[frame.f_code.co_code[frame.f_lasti]] in _LOOPS
+
+
+def _limit(batches: int, short: int, least: int) -> int | None:
+    """Return how many of its batches a rank's epoch has; None if it has no more.
+
+    short : of the rank that has the least batches, which are ``least``.
+    """
+    limit = short + min(max(0, batches - least), MOST_APART)
+    return limit if limit < batches else None
 
 
 def group_size() -> int:

@@ -72,7 +72,7 @@ for epoch in range(3):
     print(json.dumps([len(loader), len(evaluate(test))]), flush=True)
 """
     end, ranks = audit(script, tmp_path)
-    zero, one = ([over for over in lengths(rank)] for rank in ranks)
+    zero, one = map(lengths, ranks)
     assert 6 <= zero[0] < 40
     assert zero[1:] == [2, 2]
     assert [length + 1 for length in zero] == one

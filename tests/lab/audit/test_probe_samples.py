@@ -88,10 +88,10 @@ for epoch in range(3):
     for rank in ranks:
         epochs = [indices(rank, epoch) for epoch in range(3)]
         given = json.loads(end.output(rank.rank).splitlines()[-1])
-        assert given == sum(epochs, [])
+        assert given == [*epochs[0], *epochs[1], *epochs[2]]
         assert [len(epoch) for epoch in epochs] == [12, 12, 12]
         assert [one.epoch for one in rank.of(Trained)] == [0, 1, 2]
-        assert not (rank.of(Cut) or rank.of(Rest))
+        assert rank.of(Cut) == rank.of(Rest) == []
         every += [index for several in epochs[0] for index in several]
         rows = [(one.indices, one.contents) for one in rank.of(Batch)]
         hashes |= {pair for row in rows for pair in zip(*row, strict=True)}
