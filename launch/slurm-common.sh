@@ -16,7 +16,7 @@ set -uo pipefail
 # JOB also names a single job of an array: with the bare number, scancel and scontrol would act on
 # the whole array.
 JOB=${SLURM_JOB_ID-}
-[ -z "${SLURM_ARRAY_TASK_ID-}" ] || JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+[ -z "${SLURM_ARRAY_TASK_ID-}" ] || JOB=${SLURM_ARRAY_JOB_ID-}_$SLURM_ARRAY_TASK_ID
 RESTARTS=${SLURM_RESTART_COUNT:-0}
 SIGNALS=0
 
@@ -25,15 +25,28 @@ fail() {
     exit 2
 }
 
+# need_number NAME LEAST [DEFAULT]: refuses a variable of Slurm that is no number. Bash would run
+# parts of it where it computes with it.
+need_number() {
+    local value=${!1:-${3-}}
+    [[ $value =~ ^(0|[1-9][0-9]{0,9})$ && $value -ge $2 ]] ||
+        fail "Slurm's variable $1 is '$value', but it must be a whole number of at least $2: start the job with sbatch and leave Slurm's variables as they are"
+}
+
 # Sets NODES, PYTHON, COMMAND (the user's, with the run's folder for a part), OUTPUT, LOGS, and the
 # dataset of a part.
 check_job() {
     [ -n "${SLURM_JOB_NODELIST-}" ] || fail "this script runs as a Slurm job: start it with sbatch, e.g. sbatch --nodes 2 $0 PartThree/main.py"
+    need_number SLURM_JOB_ID 1
+    need_number SLURM_JOB_NUM_NODES 1
+    need_number SLURM_RESTART_COUNT 0 0
+    [[ $JOB =~ ^[0-9]+(_[0-9]+)?$ ]] || fail "the job's number is $JOB, but it must be like 7 or 7_1: start the job with sbatch and leave Slurm's variables as they are"
     NODES=$SLURM_JOB_NUM_NODES
     case ${1-} in torchrun | python | python3) shift ;; esac
     [ $# -gt 0 ] || fail "no command: add it after the script's name, e.g. sbatch --nodes 2 ${0##*/} PartThree/main.py --epochs 5"
     # The variable must look like 1(x4): one task on each of four nodes.
-    [[ $SLURM_TASKS_PER_NODE =~ ^1(\(x[0-9]+\))?$ ]] || fail "$SLURM_TASKS_PER_NODE tasks per node, but this script needs one:" \
+    local tasks=${SLURM_TASKS_PER_NODE:-no number of}
+    [[ $tasks =~ ^1(\(x[0-9]+\))?$ ]] || fail "$tasks tasks per node, but this script needs one:" \
         "remove --ntasks and --ntasks-per-node; slurm.sbatch --nproc-per-node 2 starts two ranks per node"
     local word
     for word in "$@"; do

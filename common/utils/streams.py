@@ -1,5 +1,6 @@
 """The streams of a command: some closed by who started it, an output that cannot be written."""
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,13 @@ from common.errors import print_to_stderr, reason_of
 def standard_streams() -> Iterator[None]:
     """Open what is closed of input, output and errors, and write out the output at the end.
 
+    What the output's encoding lacks, as ASCII lacks the µ, is written as an escape.
     Raises SystemExit with status 1 if the output cannot be written, with a message. A reader that
     left, as ``head`` does, needs none.
     """
     _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             yield

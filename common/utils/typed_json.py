@@ -66,9 +66,16 @@ def convert(value: Any, schema: type[T], *, name: str) -> T:
 def encode(value: Any, *, indent: int = -1) -> bytes:
     """Return plain values, dataclasses and Structs as JSON; NaN and infinity become null.
 
-    indent : spaces for each level; -1: on one line.
+    indent : spaces for each level; -1: on one line. Raises UserError if a text is not Unicode, as
+    names of files may be.
     """
-    return msgspec.json.format(msgspec.json.encode(value), indent=indent)
+    try:
+        return msgspec.json.format(msgspec.json.encode(value), indent=indent)
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{shown(error.object)} has bytes that are no text here, and JSON holds text alone: "
+            "give a folder or file with another name, or set LC_ALL=C.UTF-8"
+        ) from error
 
 
 def read_json(path: Path, schema: type[T], *, most_bytes: int = MOST_BYTES) -> T:

@@ -186,7 +186,7 @@ def write_hosts(folder: Path, address: str, hosts: Sequence[str]) -> Path:
     """Write a file of hosts in which these names, too, have an address; return its path."""
     file = folder / "hosts"
     lines = [f"{address} {host}\n" for host in hosts]
-    file.write_text("".join(lines) + HOSTS.read_text())
+    file.write_bytes("".join(lines).encode() + HOSTS.read_bytes())
     return file
 
 

@@ -98,7 +98,7 @@ class ClusterNetwork:
             )
             self._limit(node, link)
         names = "".join(f"{address(node)} {namespace(node)}\n" for node in range(nodes))
-        self._inside(_OWN_HOSTS).write_text(_HOSTS.read_text() + names)
+        self._inside(_OWN_HOSTS).write_bytes(_HOSTS.read_bytes() + names.encode())
         self._run("mount", "--bind", str(_OWN_HOSTS), str(_HOSTS))
 
     def shape(self, node: int, link: Link) -> None:

@@ -80,7 +80,7 @@ def evenly(parameters: float, tensors: int) -> CommonModel:
 def common_models() -> Mapping[str, CommonModel]:
     """Return the models of common_models.toml by name."""
     path = Path(__file__).with_name("common_models.toml")
-    tables: dict[str, dict[str, Any]] = tomllib.loads(path.read_text())
+    tables: dict[str, dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))
     models = {}
     for name, entry in tables.items():
         ready = (0.0, *entry["ready"])

@@ -3,6 +3,7 @@
 ``numbers_to_draw`` returns the numbers of nodes to predict, ``draw_scaling`` draws the predictions.
 """
 
+import io
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from common.errors import UserError, file_errors
-from common.utils.atomic_files import regular_target
+from common.utils.atomic_files import write_atomically
 from common.utils.grouping import first_fit, grouped
 from lab.plot_style import grid, label_beside, plt, style
 from lab.predict.tables import PredictedStep, main_step
@@ -83,8 +84,10 @@ def draw_scaling(
         with file_errors(
             f"--figure: {path} cannot be written", ": give a file in a folder that exists"
         ):
-            regular_target(path)
-            figure.savefig(path, dpi=150)
+            path.resolve().parent.stat()  # else writing would make the folder
+            picture = io.BytesIO()
+            figure.savefig(picture, format=path.suffix[1:], dpi=150)
+            write_atomically(path, picture.getbuffer())
         plt.close(figure)
 
 

@@ -165,7 +165,9 @@ def priors_path() -> Path:
 @cache
 def load_priors() -> tuple[Prior, ...]:
     """Return the priors in the file's order."""
-    tables: Mapping[str, Mapping[str, Any]] = tomllib.loads(priors_path().read_text())
+    tables: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+        priors_path().read_text(encoding="utf-8")
+    )
     priors = []
     for section, entries in tables.items():
         for name, entry in entries.items():

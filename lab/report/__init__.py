@@ -10,6 +10,7 @@ of the comparison's record alone. Reading order: ``claims`` (did a cell's ranks 
 import json
 from pathlib import Path
 
+from common.utils.atomic_files import write_atomically
 from lab.comparison.record import Comparison
 from lab.report.view import blocks
 
@@ -22,7 +23,7 @@ def write_report(
     Writes table.md, table.csv, each figure as PNG and SVG, trace-<cell>.json and report.html.
     ``comparison`` may be unfinished: the report says what it cannot show yet. companion : a page in
     the folder to which report.html links. latex : also write report.tex, which shows the PNG files.
-    Raises OSError if it cannot write.
+    Each file is written whole or not at all. Raises UserError if it cannot be written.
     """
     from lab.report import html, tables
     from lab.report import latex as latex_form
@@ -30,15 +31,15 @@ def write_report(
 
     folder.mkdir(parents=True, exist_ok=True)
     groups = blocks(comparison)
-    (folder / "table.md").write_text(tables.markdown(groups), encoding="utf-8")
-    (folder / "table.csv").write_text(tables.csv_text(groups), encoding="utf-8")
+    write_atomically(folder / "table.md", tables.markdown(groups).encode())
+    write_atomically(folder / "table.csv", tables.csv_text(groups).encode())
     for cell, step in comparison.timelines.items():
         trace = json.dumps(timeline.trace(step, cell), allow_nan=False)
-        (folder / f"trace-{cell}.json").write_text(trace, encoding="utf-8")
+        write_atomically(folder / f"trace-{cell}.json", trace.encode())
     drawings = [(block, list(figure_pages.draw_block(folder, block))) for block in groups]
     timelines = list(figure_pages.draw_timelines(folder, groups, comparison.timelines))
     page = html.render(comparison, drawings, timelines, companion=companion)
-    (folder / "report.html").write_text(page, encoding="utf-8")
+    write_atomically(folder / "report.html", page.encode())
     if latex:
         document = latex_form.document(drawings, comparison.skipped)
-        (folder / "report.tex").write_text(document, encoding="utf-8")
+        write_atomically(folder / "report.tex", document.encode())

@@ -73,6 +73,43 @@ def test_slurm_reads_the_folders_of_the_flags_as_they_are(value, tmp_path):
     assert (output / "slurm-7").is_dir()
 
 
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[0-1]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "SLURM_JOB_ID": ["", None, "0", "../../x", "a[$(touch mark)]", "9" * 20],
+        "SLURM_JOB_NUM_NODES": ["", None, "0", "-1", "1e9", "9" * 20, "x[$(touch mark)]"],
+        "SLURM_RESTART_COUNT": ["x", "-1", "a[$(touch mark)]"],
+        "SLURM_TASKS_PER_NODE": ["", None, "2(x2)", "1(x1),2"],
+        "SLURM_ARRAY_TASK_ID": ["../x", "3"],  # without SLURM_ARRAY_JOB_ID
+        "SLURM_JOB_NODELIST": ["", None],
+    }.items(),
+)
+def test_slurms_variables_are_refused_in_one_line(name, values, tmp_path):
+    for value in values:
+        variables = {key: text for key, text in (JOB | {name: value}).items() if text is not None}
+        script = 'source "$0"; check_job true'
+        ended = subprocess.run(
+            ["bash", "-c", script, ROOT / "launch" / "slurm-common.sh"],
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], "LAB_OUTPUT": str(tmp_path)} | variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert ended.returncode == 2, (value, ended)
+        assert ended.stderr.startswith("error: "), (value, ended)
+        assert len(ended.stderr.splitlines()) == 1
+        assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("value", VALUES)
 def test_a_trainjob_passes_its_args_on_as_they_are(value, tmp_path):
     """The manifest's own sh command; the variables hold odd values, too."""

@@ -9,6 +9,7 @@ import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from common.emulation.compute_profile import Layer, Profile, SectionTime, load_profile
 from common.errors import UserError
+from common.utils.typed_json import write_json
 from lab.cli import main
 from lab.compare.imported_runs import collect
 from lab.compare.jobs import merge_results, planned_run
@@ -433,3 +435,13 @@ def test_results_that_could_not_be_read_again_are_not_written(tmp_path):
 def test_committed_samples_are_still_read():
     load_calibration(reference_path())
     assert read_comparison(SAMPLE).finished
+
+
+def test_a_name_of_a_folder_that_is_no_text_is_refused(tmp_path):
+    """As ``--output-dir $'\\xff'`` gives it; the file that was there stays."""
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    folder = os.fsdecode(b"/home/\xff")
+    with pytest.raises(UserError, match=r"^'/home/\\udcff' has bytes that are no text[^\n]*$"):
+        write_json(path, {"output_dir": folder}, dict[str, Any])
+    assert path.read_text() == "{}"

@@ -1,13 +1,19 @@
 """Hostile streams and nested code: what has no end, or no line end, is refused in little memory."""
 
 import os
+import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
+from common.errors import UserError
+from lab.audit import isolation
 from lab.cli import main
 from lab.grade.demands import _argv_names
+from lab.plot_style import plt
+from lab.report.drawings.svg import save
 from tests.helpers import LONG, ROOT, user_environment
 
 LIMITED = """
@@ -127,6 +133,59 @@ def test_a_file_does_not_take_the_number_of_a_closed_stream(tmp_path):
     environment = user_environment() | {"PYTHONPATH": str(ROOT)}
     assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=LONG).returncode == 0
     assert (tmp_path / "next").read_text() == "whole"
+
+
+def test_another_encoding_than_utf_8_changes_words_alone():
+    """The µ of a latency becomes an escape, and the project's own tables are read."""
+    words = "predict --nodes 2 --rate 1gbit --latency 30us --step-time 99ms --parameters 9m"
+    environment = user_environment() | {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "lab", *words.split(), "--batch", "32"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert r"\xb5s" in ended.stdout
+
+
+def test_names_of_hosts_in_any_encoding_are_kept(tmp_path, monkeypatch):
+    of_system = tmp_path / "of_system"
+    of_system.write_bytes(b"127.0.0.1 localhost  # B\xfcro\n")
+    monkeypatch.setattr(isolation, "HOSTS", of_system)
+    written = isolation.write_hosts(tmp_path, "10.0.0.1", ["a"]).read_bytes()
+    assert written == b"10.0.0.1 a\n" + of_system.read_bytes()
+
+
+@contextmanager
+def _room_for(nbytes):
+    """Let this process write files of at most so many bytes, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_figure_that_does_not_fit_leaves_the_earlier_one(tmp_path, capsys):
+    """One of a prediction, and one of a report."""
+    predicted, reported = tmp_path / "a.png", tmp_path / "b.png"
+    for figure in (predicted, reported):
+        figure.write_text("earlier")
+    with _room_for(1000):
+        assert main(["predict", "--nodes", "2", "--figure", str(predicted)]) == 2
+        assert f"{predicted} could not be written" in capsys.readouterr().err
+        with pytest.raises(UserError, match=r"b\.png could not be written"):
+            save(plt.figure(), tmp_path / "b")
+    assert sorted(tmp_path.iterdir()) == [predicted, reported]
+    assert {figure.read_text() for figure in (predicted, reported)} == {"earlier"}
 
 
 @pytest.mark.parametrize(

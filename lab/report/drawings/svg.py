@@ -10,15 +10,18 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from common.utils.atomic_files import write_atomically
 from lab.plot_style import INK, PAPER, plt
 
 
 def save(figure: Figure, path: Path) -> str:
     """Write ``path``.png and ``path``.svg, and return the SVG for an HTML page."""
-    figure.savefig(path.with_name(path.name + ".png"), dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    write_atomically(path.with_name(path.name + ".png"), picture.getbuffer())
     figure.set_layout_engine("none")  # savefig has laid it out: keep that layout
     text = svg(figure)
-    path.with_name(path.name + ".svg").write_text(text, encoding="utf-8")
+    write_atomically(path.with_name(path.name + ".svg"), text.encode())
     return inline(text, path.name)
 
 
