@@ -327,17 +327,7 @@ def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> 
     new = [place for place in tasks if book.seen[place] is _NOT_YET]
     if not new:
         return
-    if book.sandboxed:
-        why = refused(tasks[new[0]])
-        if why:
-            raise UserError(
-                f"no sandbox: {why}. In a container that holds nothing else, use --no-sandbox"
-            )
-    as_user = not book.sandboxed and os.geteuid() == 0
-    if as_user and (why := ordinary_user.refused(tasks[new[0]])):
-        as_user = False
-        book.unsafe = f"{_UNSAFE} They ran as root, and can change their marks: {why}."
-        say(f"warning: the submissions run as root, and can change their marks: {why}")
+    as_user = _runs_as_user(tasks[new[0]], book)
     if jobs is None:
         jobs = _jobs(book)
     part_seconds = book.rubric.expected_seconds
@@ -367,6 +357,27 @@ def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> 
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _runs_as_user(task: Task, book: Gradebook) -> bool:
+    """Return whether parts run as an ordinary user without a sandbox; warn if root's cannot.
+
+    Raises UserError if there should be a sandbox, and is none.
+    """
+    if book.sandboxed:
+        why = refused(task)
+        if why:
+            raise UserError(
+                f"no sandbox: {why}. In a container that holds nothing else, use --no-sandbox"
+            )
+        return False
+    if os.geteuid() != 0:
+        return False
+    why = ordinary_user.refused(task)
+    if why:
+        book.unsafe = f"{_UNSAFE} They ran as root, and can change their marks: {why}."
+        say(f"warning: the submissions run as root, and can change their marks: {why}")
+    return why is None
 
 
 def _about(seconds: float) -> str:
