@@ -232,7 +232,7 @@ MOST_STATEMENTS = {
     "lab/evidence": 220,
     "lab/explain": 160,
     "lab/fleet": 100,
-    "lab/grade": 2190,
+    "lab/grade": 2260,
     "lab/learn": 1680,
     "lab/predict": 2030,
     "lab/proofs": 490,
