@@ -211,7 +211,7 @@ MOST_STATEMENTS = {
     "benchmarks": 950,
     "common": 710,
     "common/config": 390,
-    "common/data": 330,
+    "common/data": 340,
     "common/distributed": 1220,
     "common/emulation": 150,
     "common/experiment": 340,
