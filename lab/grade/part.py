@@ -46,6 +46,7 @@ from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
 from lab.grade.facts import Facts, Try
 from lab.grade.findings import entries
 from lab.grade.judge import DrivenRun, judged, new_run
+from lab.grade.ordinary_user import own_copy, user_network
 from lab.grade.sandbox import Task, sandbox
 from lab.grade.traces import traces
 
@@ -74,6 +75,8 @@ def main() -> int:
     os.environ.pop("PYTHONPATH", None)  # it led to this program, and is not the script's
     began = time.monotonic()
     with record_folder(None) as folder:
+        if task.as_user:
+            task = own_copy(task, folder)
         outcomes = [_checked(task, folder)] if task.is_driven else _audit_as_demanded(task, folder)
     _write(outcomes, seconds=time.monotonic() - began)
     return 0
@@ -164,6 +167,8 @@ def _network(
     """
     if task.sandboxed:
         return sandbox(task, folder, ended)
+    if task.as_user:
+        return user_network(task, size, folder)
     for at, path in task.mounts.items():
         place = Path(os.path.normpath(task.cwd / at))
         if place.is_relative_to(task.submission) and not os.path.lexists(place):

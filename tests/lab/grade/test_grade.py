@@ -417,3 +417,17 @@ def test_every_fault_has_its_lesson():
     for lesson in lessons:
         title, page = lesson.removesuffix(")").split(" (")
         assert (ROOT / page).read_text().startswith(f"# {title}\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_where_an_ordinary_user_cannot_run_parts_the_page_says_that_root_did(
+    grade, ran, tasks, tmp_path
+):
+    (tmp_path / "data").mkdir(mode=0o700)
+    rubric = RUBRIC.replace("memory_gb = 3", 'memory_gb = 3\nmounts.data = "data"')
+    seen = grade({"ada": BOTH}, "--no-sandbox", rubric=rubric)
+    assert "the submissions run as root" in seen.said
+    assert f"{tmp_path}/data" in seen.said
+    assert seen.rows["ada"]["total"] == "10"
+    assert "They ran as root" in (tmp_path / "out/class.html").read_text()
+    assert [task.as_user for task in tasks] == [False, False]
