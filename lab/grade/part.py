@@ -25,13 +25,13 @@ from common.utils.system import libc_function
 from common.utils.typed_json import encode
 from lab.audit.audit import audit_script
 from lab.audit.command import AuditCommand
+from lab.audit.findings.endings import ended
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import (
     CollectiveCall,
     Cut,
     DdpBuilt,
-    Error,
     Parameters,
     ProcessEnd,
     Searched,
@@ -191,7 +191,7 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
         key=task.key,
         audit=last.checked or content_of(result),
         used=_used(ranks),
-        whole=bool(ranks) and all(rank.of(Cut) or _ended(rank) for rank in ranks),
+        whole=bool(ranks) and all(rank.of(Cut) or ended(rank) for rank in ranks),
         doubts=[*_doubts(result, last.ended), *islice(traces(Path(task.submission)), _MOST_TRACES)],
         seconds=seconds,
         script=task.script,
@@ -204,11 +204,6 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
     write_atomically(
         Path(task.facts), encode(facts, indent=1).replace(f"{task.submission}/".encode(), b"")
     )
-
-
-def _ended(rank: RankRecords) -> bool:
-    """Return whether a rank ended by itself, in good order."""
-    return not rank.of(Error) and any(not end.status for end in rank.of(ProcessEnd))
 
 
 def _used(ranks: Sequence[RankRecords]) -> list[str]:

@@ -15,13 +15,14 @@ def check(recording: Recording) -> Iterator[Outcome]:
         yield Unknown("end", f"it still trained after {steps}, and was ended")
     elif recording.hung:
         yield Unknown("end", f"it did not end after {steps}")
-    elif recording.ranks and all(map(_ended, recording.ranks)):
+    elif recording.ranks and all(map(ended, recording.ranks)):
         yield Right("end", f"every rank ended by itself after {steps}")
     else:
         yield Unknown("end", f"a rank did not end in good order after {steps}")
 
 
-def _ended(rank: RankRecords) -> bool:
+def ended(rank: RankRecords) -> bool:
+    """Return whether a rank ended by itself, in good order."""
     return not rank.of(Error) and any(not end.status for end in rank.of(ProcessEnd))
 
 
