@@ -58,7 +58,7 @@ def test_equal_calls_are_right_and_counted_by_step():
     three_a_step = [event(step=step) for step in range(4) for _ in range(3)]
     (observed,) = examine(three_a_step, three_a_step)
     assert isinstance(observed, Right)
-    assert "in the watched steps, 3 a step" in observed.text
+    assert "in the same order, 3 a step" in observed.text
 
 
 @pytest.mark.parametrize(
