@@ -17,6 +17,7 @@ from torchvision.datasets.utils import check_integrity, extract_archive
 
 from common.data.dataset import Dataset, image_set
 from common.errors import UserError, reason_of
+from common.say import bytes_text
 from common.utils.atomic_files import regular_target
 from common.utils.file_lock import FOR_EVER, lock_file
 from common.utils.progress import console, show_progress
@@ -25,6 +26,7 @@ _STALL_SECONDS = 60.0
 _SILENT_SECONDS = 3.0
 _CHUNK_BYTES = 2**18
 _MEGABYTE = 1e6
+_MOST_BYTES = 2**30  # the largest archive has 170 MB
 _DOWNLOAD_ERRORS = (
     OSError,
     RuntimeError,
@@ -135,6 +137,8 @@ def fetch(url: str, path: Path) -> None:
         with show_progress(f"download of {path.name}", total=total, unit="MB") as show:
             while chunk := response.read(_CHUNK_BYTES):
                 file.write(chunk)
+                if file.tell() > _MOST_BYTES:
+                    raise OSError(f"more than {bytes_text(_MOST_BYTES)} came: it is no archive")
                 show(round(file.tell() / _MEGABYTE))
 
 

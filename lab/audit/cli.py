@@ -13,7 +13,6 @@ from common.utils.system import usable_cores
 from lab.audit.command import AuditCommand, with_python
 from lab.flags import add_command
 
-STEPS = 6  # of the optimiser, to watch
 CLOCK_STEPS = 40  # with --clocks, as many as the assignment's report of times needs
 _RANKS_PER_CORE = 4
 _TEXT_FLAGS = ("--rank0", "--json", "--html", "--keep")
@@ -56,8 +55,9 @@ def _add_flags_of_the_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=int,
-        help="optimiser steps to watch (default: 6, with --clocks 40); two more follow if another "
-        "epoch begins, to see its order",
+        help="end the script after so many optimiser steps (default: it runs to its end, with "
+        "short epochs where it is slow, and is ended if it still trains after 24 s; with --clocks "
+        "after 40 steps)",
     )
     parser.add_argument(
         "--clocks",

@@ -53,6 +53,7 @@ _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+).*\n(?: {4,}(\S.*))?', re.MUL
 _ERROR = re.compile(r"[Ee]rror|Exception|printed nothing")
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _PRINTED = 4000  # characters of a rank's output that are read for the cause
+_FEWEST_STEPS = 4  # of which something can be said
 _MODULE = re.compile(r"No module named '?([\w.]+)")
 _MOST_FILES = 20_000  # to look at for a module of the user's own
 # Modules that scripts import from packages of others, for misspelt ones.
@@ -87,7 +88,7 @@ def _failure(run: AuditRun) -> Failure | None:
     unexplained = error is None and run.wanted_size is None and not was_cut
     gone = _first_gone(run) if unexplained else None
     if gone is not None and (how := _how_it_left(run, gone)):
-        steps = f"{len(gone.of(Step))} of {run.settings.steps} steps"
+        steps = count(len(gone.of(Step)), "step")
         reason = f"rank {gone.rank} is gone after {steps}: {how}. {_waits(run)}".strip()
         return Failure(reason, cure="Find out why this rank leaves.")
     if run.failed:
@@ -141,7 +142,6 @@ def _how_it_left(run: AuditRun, gone: RankRecords) -> str | None:
 def _too_little(run: AuditRun) -> Failure | None:
     """Return what is missing in a run that ended by itself; None if there is enough to check."""
     recording = run.recording
-    wanted_steps = run.settings.steps
     training = [process for process in recording.processes if process.of(Backward)]
     if not any(process.of(Start) for process in recording.processes):
         return Failure(
@@ -170,10 +170,9 @@ def _too_little(run: AuditRun) -> Failure | None:
             "the script trains on one rank only, so there is nothing to compare.",
             advice=f"Pass {{nodes}} and {{rank}} to it, or start it with torchrun: {_TORCHRUN}.",
         )
-    if recording.steps <= min(wanted_steps / 2, 3):
+    if recording.steps < min(_FEWEST_STEPS, run.settings.steps or _FEWEST_STEPS):
         return Failure(
-            f"the script ended after {recording.steps} of {wanted_steps} steps, although no error "
-            "was seen.",
+            f"the script ended after {count(recording.steps, 'step')}, although no error was seen.",
             advice=f"Let it train longer, or pass --steps {recording.steps}.",
         )
     return None

@@ -72,8 +72,9 @@ class Trouble(AnyRecord, tag="trouble"):
 
 
 class Cut(AnyRecord, tag="cut"):
+    """The audit ends a script that goes on for too long."""
+
     step: int
-    replaced: list[str]
 
 
 class Error(LineRecord, tag="error"):
@@ -83,8 +84,11 @@ class Error(LineRecord, tag="error"):
 
 
 class ProcessEnd(AnyRecord, tag="end"):
+    """The process ends in good order; ``replaced``: functions of the probe that are replaced."""
+
     status: Any
     after_cut: bool
+    replaced: list[str] = []
 
 
 class Searched(LineRecord, tag="searched"):
@@ -242,13 +246,17 @@ class Parameters(AnyRecord, tag="params"):
 
 
 class Weights(OptimizerRecord, tag="weights"):
+    """The weights before a step; ``last``: with which the script ends, so no step follows."""
+
     values: Samples
+    last: bool = False
 
 
 class Clip(msgspec.Struct, array_like=True):
     """A call that clips gradients; ``limit`` and ``norm`` are None where they are no plain number.
 
     collectives : the calls that this step had before it.
+    unscaled : GradScaler had divided the gradients by its scale.
     """
 
     kind: Literal["norm", "value"]
@@ -256,10 +264,11 @@ class Clip(msgspec.Struct, array_like=True):
     norm: float | None
     collectives: int
     at: CodeLine | None
+    unscaled: bool = False
 
 
 class Step(OptimizerRecord, tag="step"):
-    """An update of an optimiser; ``own`` and ``got`` are None where the probe failed to sample."""
+    """An update of an optimiser; ``own`` and ``got`` are None where the probe has not sampled."""
 
     optimizer: str
     lr: list[float | None]
@@ -268,10 +277,16 @@ class Step(OptimizerRecord, tag="step"):
     clips: list[Clip]
     at: CodeLine | None
     micro: int = 0
+    kept: int = 0
     own: Samples | None = None
     got: Samples | None = None
     own_norm: float | None = None
     got_norm: float | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether its gradients were sampled."""
+        return self.own is not None and self.got is not None
 
 
 class Stepped(OptimizerRecord, tag="stepped"):

@@ -20,18 +20,21 @@ from common.say import bytes_text, count, counts, duration_text, percent
 from common.utils.atomic_files import write_atomically
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, label
+from lab.audit.findings.endings import epochs_of, evaluations_of, short_epochs_of
 from lab.audit.findings.finding import FAULT, Finding
+from lab.audit.findings.properties import PropertyRow
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Start, TorchImported
 from lab.audit.result import AuditResult, Failure, in_sentence, titled
 from lab.html_page import page_template
 
-FORMAT = 1
+FORMAT = 2
 # Part of each sentence on a failure of the probe, see ``_troubles`` of findings/__init__.py.
 OWN_FAULT = "a part of lab audit itself"
 QUESTION = "Same updates as one process that computes each rank's share and averages the gradients"
 _STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
+_STATES = {"held": "", "broken": "red", "not seen": "yellow"}
 _WIDTH = 100  # longer lines are hard to read; a file or a pipe has no width of its own
 _MOST_EVIDENCE = 3  # sentences of a finding on the terminal
 _MOST_LINES = 12  # of a text on the terminal; half as many of one that is wrapped
@@ -81,12 +84,15 @@ class FindingContent(msgspec.Struct):
 
 
 class RunContent(msgspec.Struct):
-    """A run of the script."""
+    """A run of the script, and how much of it was watched."""
 
     ranks: int
     asked_ranks: int | None
     steps: int
     hung: bool
+    epochs: int = 0
+    evaluations: int = 0
+    short_epochs: int = 0
 
 
 class VersionsContent(msgspec.Struct):
@@ -120,8 +126,7 @@ class AuditContent(msgspec.Struct):
     verdict: VerdictContent
     findings: list[FindingContent]
     possible: list[FindingContent]
-    right: Sequence[str]
-    unknown: Sequence[str]
+    properties: list[PropertyRow]
     remarks: Sequence[str]
     runs: list[RunContent]
     versions: VersionsContent
@@ -145,11 +150,18 @@ class AuditContent(msgspec.Struct):
 
     @property
     def watched(self) -> str:
-        """How many steps of which script were watched, and by what it ran."""
-        steps = max((run.steps for run in self.runs), default=0)
+        """What of which script was watched, and by what it ran."""
+        longest = max(self.runs, key=lambda run: run.steps, default=RunContent(0, None, 0, False))
+        seen = count(longest.steps, "step")
+        if longest.epochs:
+            seen += f" in {count(longest.epochs, 'epoch')}"
+        if longest.evaluations:
+            seen += f" and {count(longest.evaluations, 'evaluation')}"
+        if longest.short_epochs:
+            seen += f" ({longest.short_epochs} of the epochs made short)"
         ran = counts((run.ranks for run in self.runs), "rank")
         return (
-            f"Watched {count(steps, 'step')} on {ran}, with Python {self.versions.python} "
+            f"Watched {seen} on {ran}, with Python {self.versions.python} "
             f"({self.versions.executable}) and torch {self.versions.torch or '(none)'}: "
             f"{self.command}"
         )
@@ -172,12 +184,7 @@ class AuditContent(msgspec.Struct):
     @property
     def own_faults(self) -> list[str]:
         """Where lab audit itself failed."""
-        return [text for text in self.unknown if OWN_FAULT in text]
-
-    @property
-    def unchecked(self) -> list[str]:
-        """What could not be checked for other reasons."""
-        return [text for text in self.unknown if OWN_FAULT not in text]
+        return [text for row in self.properties for text in row.said if OWN_FAULT in text]
 
     @property
     def speed(self) -> list[str]:
@@ -202,17 +209,25 @@ def content_of(result: AuditResult) -> AuditContent:
         verdict=VerdictContent(QUESTION, result.verdict.answer, result.verdict.why),
         findings=[_finding_content(finding) for finding in result.findings],
         possible=[_finding_content(finding) for finding in result.possible],
-        right=result.right,
-        unknown=result.unknown,
+        properties=list(result.properties),
         remarks=result.remarks,
-        runs=[
-            RunContent(recording.size, recording.asked_size, recording.steps, recording.hung)
-            for recording in result.recordings
-        ],
+        runs=[_run_content(recording) for recording in result.recordings],
         versions=_versions(result.recordings),
         performance=result.performance,
     )
     return msgspec.convert(_plain(msgspec.to_builtins(content)), AuditContent)
+
+
+def _run_content(recording: Recording) -> RunContent:
+    return RunContent(
+        ranks=recording.size,
+        asked_ranks=recording.asked_size,
+        steps=recording.steps,
+        hung=recording.hung,
+        epochs=epochs_of(recording),
+        evaluations=evaluations_of(recording),
+        short_epochs=short_epochs_of(recording),
+    )
 
 
 def _finding_content(finding: Finding) -> FindingContent:
@@ -338,9 +353,8 @@ def _rows(audit: AuditContent) -> Iterator[_Row]:
     for possible in audit.possible:
         yield from _fault_rows("\nPOSSIBLE: ", possible, _STYLES[2])
     notices = [notice.shown for notice in audit.notices]
-    yield from _list_rows("Checked and right", audit.right)
+    yield from _property_rows(audit.properties)
     yield from _list_rows("Notices (details: --json or --html)", notices)
-    yield from _list_rows("Could not be checked", audit.unchecked)
     yield from _list_rows("Speed", audit.speed)
 
 
@@ -359,6 +373,14 @@ def _fault_rows(start: str, fault: FindingContent, style: str) -> Iterator[_Row]
     yield _Row("  cause ", fault.cause)
     yield _Row("  cure  ", fault.cure)
     yield _Row("  sure  ", fault.sure)
+
+
+def _property_rows(properties: Sequence[PropertyRow]) -> Iterator[_Row]:
+    """Yield each property with its state and what was seen of it."""
+    if properties:
+        yield _Row("\n", "What was looked at:", "bold")
+    for row in properties:
+        yield _Row(f"{row.state:<9}", f"{row.claim}: {'; '.join(row.said)}", _STATES[row.state])
 
 
 def _list_rows(heading: str, texts: Sequence[str]) -> Iterator[_Row]:

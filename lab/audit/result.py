@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from common.say import counts
+from common.say import count, counts
 from lab.audit.findings.finding import FAULT, Finding
+from lab.audit.findings.properties import PropertyRow
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Evaluation
@@ -61,7 +62,7 @@ class AuditResult:
     recordings : one a number of ranks.
     findings : one a name, faults first.
     possible : what is found on a condition that nobody can tell; it makes no status.
-    right, unknown : sentences on what was checked and is right, and on what could not be checked.
+    properties : what was looked at, whether it held, and what was not seen.
     remarks : on the runs themselves, e.g. that the script fixes its number of ranks.
     performance : of the largest run; None if nothing was measured.
     failure : why a run could not be audited, or not to its end; None if all could.
@@ -72,8 +73,7 @@ class AuditResult:
     findings: Sequence[Finding]
     verdict: EqualityVerdict
     possible: Sequence[Finding] = ()
-    right: Sequence[str] = ()
-    unknown: Sequence[str] = ()
+    properties: Sequence[PropertyRow] = ()
     remarks: Sequence[str] = ()
     performance: Performance | None = None
     failure: Failure | None = None
@@ -85,7 +85,7 @@ class AuditResult:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 right, 1 faults, 2 could not be audited or cannot tell.
+        """The exit status: 0 if all was seen and held, 1 for faults, else 2.
 
         Before the first step only a fault that makes the ranks fail counts: what else was found
         may be no fault of the training that never began.
@@ -93,29 +93,36 @@ class AuditResult:
         began = self.failure is None or any(recording.steps for recording in self.recordings)
         if any(began or fault.entry.fails for fault in self.faults):
             return 1
-        is_right = self.failure is None and self.verdict.answer == "yes"
-        return 0 if is_right else 2
+        equal = self.failure is None and self.verdict.answer == "yes"
+        return 0 if equal and not self.unseen else 2
+
+    @property
+    def unseen(self) -> list[PropertyRow]:
+        """The properties of which something was not seen."""
+        return [row for row in self.properties if row.state == "not seen"]
 
     @property
     def headline(self) -> str:
-        """The gravest fault, else why it did not run to the end, "right" or "cannot tell"."""
+        """The gravest fault, else why it did not run to the end, else what was seen and not."""
         if self.status == 1:
             probably, fault = _gravest(self.faults)
             return f"{probably}wrong: {fault}"
         if self.failure:
             return self.failure.text
-        if self.status == 2:
+        if self.verdict.answer != "yes":
             return f"cannot tell: {self.verdict.why}"
-        sizes = {recording.size for recording in self.recordings}
-        if len(sizes) > 1:
-            return "right: no fault was found"
-        return f"right on {counts(sizes, 'rank')}: no fault was found"  # a literal divisor may hide
+        steps = max(recording.steps for recording in self.recordings)
+        sizes = counts((recording.size for recording in self.recordings), "rank")
+        if self.unseen:
+            claims = "; ".join(f"whether {row.claim}: {row.said[0]}" for row in self.unseen)
+            return f"no fault in what was watched on {sizes}. Not seen: {claims}"
+        return f"right: no fault in {count(steps, 'step')} on {sizes}, to the program's end"
 
 
 def verdict(
     recordings: Sequence[Recording],
     findings: Sequence[Finding],
-    unknown: Sequence[str] = (),
+    properties: Sequence[PropertyRow] = (),
     *,
     failure: Failure | None = None,
 ) -> EqualityVerdict:
@@ -124,14 +131,14 @@ def verdict(
     Parameters
     ----------
     findings : of all checks.
-    unknown : sentences on what could not be checked; those on gradients and weights count.
+    properties : those of gradients and weights count.
     failure : why a run could not be audited to its end: then only "no" is certain.
     """
     unequal = [finding for finding in findings if finding.entry.unequal]
     if unequal:
         return EqualityVerdict("no", "".join(_gravest(unequal)))
     names = {finding.name for finding in findings}
-    reason = _why_unsure(recordings, names, unknown, failure)
+    reason = _why_unsure(recordings, names, properties, failure)
     if reason is not None:
         return EqualityVerdict("cannot tell", reason)
     why = "the ranks start equal, and every watched update uses the mean of their gradients"
@@ -148,7 +155,7 @@ def verdict(
 def _why_unsure(
     recordings: Sequence[Recording],
     names: set[str],
-    unknown: Sequence[str],
+    properties: Sequence[PropertyRow],
     failure: Failure | None,
 ) -> str | None:
     """Return the first reason for which nobody can tell; None if there is none.
@@ -158,10 +165,9 @@ def _why_unsure(
     collectives_differ = "collectives-differ" in names  # which explains a run that failed
     if not collectives_differ and (failure is not None or not recordings):
         return "the script could not be run to the end of the audit"
-    for sentence in unknown:
-        subject, _, reason = sentence.partition(": ")
-        if subject in ("gradients", "weights"):
-            return reason
+    for row in properties:
+        if row.name in ("gradients", "weights") and row.state == "not seen":
+            return row.said[0]
     return "the ranks do not call the same collectives" if collectives_differ else None
 
 

@@ -58,7 +58,8 @@ class RunSettings:
 
     Parameters
     ----------
-    steps : optimiser steps after which the probe ends the script.
+    steps : optimiser steps after which the probe ends the script; None: it goes on to its end, if
+        that comes in time, see probe/stopping.py.
     limit_seconds : for the whole run; None: as long as its own steps let expect.
     idle_seconds : a script that computes nothing and records nothing for so long has hung.
     cwd : folder in which the script runs.
@@ -66,7 +67,7 @@ class RunSettings:
     inputs : what each rank reads from stdin; empty: nothing.
     """
 
-    steps: int = 6
+    steps: int | None = None
     clocks: bool = False
     limit_seconds: float | None = None
     idle_seconds: float = 20.0

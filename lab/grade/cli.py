@@ -47,8 +47,8 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
             },
             "--no-sandbox": {
                 "action": "store_true",
-                "help": "run the submissions with your own rights, as in a container that holds "
-                "nothing else",
+                "help": "run the submissions with your own rights, or for root with those of an "
+                "ordinary user, as in a container that holds nothing else",
             },
             "--zip": {
                 "type": Path,

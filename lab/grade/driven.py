@@ -65,7 +65,7 @@ def driven_facts(
         diagnosis=None,
         findings=findings,
         possible=[],
-        unknown=[],
+        properties=[],
         runs=[RunContent(size, size, 0, hung=False) for size in verdicts],
     )
 

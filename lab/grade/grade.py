@@ -29,7 +29,7 @@ from common.utils.processes import how_ended, start_child
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
-from lab.grade import gradescope, judge, pages
+from lab.grade import gradescope, judge, ordinary_user, pages
 from lab.grade.driven import PLACEHOLDER, RUNNER, driver_words
 from lab.grade.facts import CANNOT_TELL, Facts, Look
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
@@ -57,6 +57,7 @@ from lab.terminal import say
 
 _CORES_A_JOB = 2
 _NOT_YET = Look("it has not been run yet.", grader="Start the same command again.")
+_UNSAFE = "The submissions ran without a sandbox."
 _AGAIN = "Start the same command again, or look at its code."
 # For the audit around the runs of a part.
 _MORE_SECONDS = 120.0
@@ -89,6 +90,7 @@ def main_grade(args: argparse.Namespace) -> int:
         rubric=rubric,
         out=out,
         sandboxed=not args.no_sandbox,
+        unsafe=_UNSAFE if args.no_sandbox else "",
         decided=read_overrides(out / "overrides.csv", submissions, rubric),
         seen={(name, part): _NOT_YET for name in submissions for part in rubric.parts},
     )
@@ -162,6 +164,7 @@ class Gradebook:
     """A class: what is known of its parts, and the pages that show it.
 
     out : the folder of the pages.
+    unsafe : how the scripts run without a sandbox, as sentences; "" in one.
     decided : what a person has decided.
     seen : what was seen of each part, or why nothing was; all parts are in it, in the pages' order.
     """
@@ -169,6 +172,7 @@ class Gradebook:
     rubric: Rubric
     out: Path
     sandboxed: bool
+    unsafe: str
     decided: Mapping[Place, Override]
     seen: dict[Place, Facts | Look]
 
@@ -219,10 +223,10 @@ class Gradebook:
             name, _ = place
             mark = override(self.mark(place), self.decided.get(place))
             graded.setdefault(name, []).append(mark)
-        pages.write_class(self.out, self.rubric, graded, sandboxed=self.sandboxed)
+        pages.write_class(self.out, self.rubric, graded, unsafe=self.unsafe)
         for name, marks in graded.items():
             if only in (None, name):
-                pages.write_submission(self.out, self.rubric, name, marks, sandboxed=self.sandboxed)
+                pages.write_submission(self.out, self.rubric, name, marks, unsafe=self.unsafe)
         return pages.count_open(mark for marks in graded.values() for mark in marks)
 
 
@@ -323,12 +327,7 @@ def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> 
     new = [place for place in tasks if book.seen[place] is _NOT_YET]
     if not new:
         return
-    if book.sandboxed:
-        why = refused(tasks[new[0]])
-        if why:
-            raise UserError(
-                f"no sandbox: {why}. In a container that holds nothing else, use --no-sandbox"
-            )
+    as_user = _runs_as_user(tasks[new[0]], book)
     if jobs is None:
         jobs = _jobs(book)
     part_seconds = book.rubric.expected_seconds
@@ -338,7 +337,10 @@ def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> 
     )
     began = time.monotonic()
     pool = ThreadPoolExecutor(jobs)
-    places = {pool.submit(_run, tasks[place]): place for place in new}
+    places = {}
+    for place in new:
+        task = msgspec.structs.replace(tasks[place], as_user=as_user)
+        places[pool.submit(_run, task)] = place
     try:
         for ended, future in enumerate(as_completed(places), start=1):
             place = places[future]
@@ -355,6 +357,27 @@ def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> 
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _runs_as_user(task: Task, book: Gradebook) -> bool:
+    """Return whether parts run as an ordinary user without a sandbox; warn if root's cannot.
+
+    Raises UserError if there should be a sandbox, and is none.
+    """
+    if book.sandboxed:
+        why = refused(task)
+        if why:
+            raise UserError(
+                f"no sandbox: {why}. In a container that holds nothing else, use --no-sandbox"
+            )
+        return False
+    if os.geteuid() != 0:
+        return False
+    why = ordinary_user.refused(task)
+    if why:
+        book.unsafe = f"{_UNSAFE} They ran as root, and can change their marks: {why}."
+        say(f"warning: the submissions run as root, and can change their marks: {why}")
+    return why is None
 
 
 def _about(seconds: float) -> str:

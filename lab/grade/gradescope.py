@@ -37,12 +37,13 @@ mkdir -p data {folders}
 """
 _RUN = """\
 #!/usr/bin/env bash
-# The container is the sandbox. For a trial elsewhere set AUTOGRADER, the folder of Gradescope, and
-# LAB, the lab command.
+# The container is the sandbox, and scripts run in it as an ordinary user. For a trial elsewhere set
+# AUTOGRADER, the folder of Gradescope, and LAB, the lab command.
 set -euo pipefail
 autograder=${AUTOGRADER:-/autograder}
 lab=${LAB:-$autograder/environment/bin/lab}
 rm -rf "$autograder/grades"
+chmod go-w "$autograder" "$autograder/results" "$autograder/source"
 cd "$autograder/source"
 "$lab" grade "$autograder/submission" --rubric assignment/rubric.toml \\
     --no-sandbox --out "$autograder/grades"

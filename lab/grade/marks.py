@@ -91,7 +91,7 @@ def _counted(part: Part, seen: Facts) -> list[FindingContent]:
     counted: list[FindingContent] = []
     if seen.audit.status == FOUND_FAULTS:
         counted += [fault for fault in seen.audit.faults if fault.name not in part.accepts]
-    if seen.audit.status != CANNOT_TELL:
+    if not _is_open(part, seen.audit):
         counted += [found for found in seen.audit.findings if found.name in part.demands]
     return counted
 
@@ -128,6 +128,15 @@ def _doubted(seen: Facts) -> list[Look]:
     return [Look(f"{doubt}.", grader="Read its code.") for doubt in seen.doubts]
 
 
+def _is_open(part: Part, audit: AuditContent) -> bool:
+    """Return whether the audit cannot tell, or has not seen, what the rubric asks for."""
+    if audit.status != CANNOT_TELL:
+        return False
+    unseen = [row.name for row in audit.properties if row.state == "not seen"]
+    equal = audit.failure is None and audit.verdict.answer == "yes"
+    return not equal or any(name in part.properties for name in unseen)
+
+
 def _unclear(
     part: Part, seen: Facts, counted: Sequence[FindingContent], marks: float
 ) -> list[Look]:
@@ -139,7 +148,7 @@ def _unclear(
     audit = seen.audit
     if part.ranks == [1] and seen.whole:
         return []
-    if part.ranks == [1] or audit.status == CANNOT_TELL:
+    if part.ranks == [1] or _is_open(part, audit):
         return [_undecided(seen)]
     looks: list[Look] = []
     unsure = [fault.title for fault in counted if fault.sure != "certain"]
@@ -191,9 +200,9 @@ def _unchecked(part: Part, audit: AuditContent) -> Iterator[Look]:
     if len(ran) < len(part.ranks):
         yield Look(f"it ran on {counts(ran, 'rank')} only.", grader="Look at its divisor.")
     if audit.status == FOUND_FAULTS:
-        for sentence in audit.unknown:
-            if sentence.startswith(("gradients: ", "weights: ")):
-                yield Look(f"beside an accepted fault, this could not be checked: {sentence}")
+        for row in audit.properties:
+            if row.name in ("gradients", "weights") and row.state == "not seen":
+                yield Look(f"beside an accepted fault, {row.claim} was not seen: {row.said[0]}")
     if audit.diagnosis:
         yield Look(f"beside an accepted fault, the run ended early: {what_ended(audit.diagnosis)}")
 

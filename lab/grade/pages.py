@@ -48,10 +48,10 @@ def _total(marks: Sequence[Mark]) -> float:
     return sum((mark.marks for mark in marks if mark.marks is not None), start=0.0)
 
 
-def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -> None:
+def write_class(out: Path, rubric: Rubric, graded: Graded, *, unsafe: str) -> None:
     """Write the table and the page of a class, and a table for overrides if there is none."""
     write_atomically(out / "class.csv", _table(rubric, graded).encode())
-    view = _class_view(rubric, graded) | _shared(rubric, sandboxed)
+    view = _class_view(rubric, graded) | _shared(rubric, unsafe)
     _write_page(out / "class.html", "class", view)
     if not (out / "overrides.csv").exists():
         header = ",".join(OverrideRow.__struct_fields__)
@@ -59,11 +59,11 @@ def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -
 
 
 def write_submission(
-    out: Path, rubric: Rubric, name: str, marks: Sequence[Mark], *, sandboxed: bool
+    out: Path, rubric: Rubric, name: str, marks: Sequence[Mark], *, unsafe: str
 ) -> None:
     """Write the page of a student, the audit's pages of his parts, and results.json."""
     folder = out / "submissions" / name
-    _write_page(folder / "index.html", "student", _view(name, marks) | _shared(rubric, sandboxed))
+    _write_page(folder / "index.html", "student", _view(name, marks) | _shared(rubric, unsafe))
     for mark in marks:
         if mark.page:
             _write_audit_page(folder / mark.page, mark)
@@ -88,8 +88,9 @@ def _for_student(audit: AuditContent) -> AuditContent:
     return msgspec.structs.replace(audit, headline=headline, failure=failure)
 
 
-def _shared(rubric: Rubric, sandboxed: bool) -> dict[str, Any]:
-    return {"rubric": rubric, "sandboxed": sandboxed, "date": time.strftime("%Y-%m-%d %H:%M")}
+def _shared(rubric: Rubric, unsafe: str) -> dict[str, Any]:
+    """Return what all pages show; unsafe : how scripts ran without a sandbox, "" with one."""
+    return {"rubric": rubric, "unsafe": unsafe, "date": time.strftime("%Y-%m-%d %H:%M")}
 
 
 # --- class.csv ---

@@ -24,11 +24,20 @@ from common.utils.atomic_files import write_atomically
 from common.utils.system import libc_function
 from common.utils.typed_json import encode
 from lab.audit.audit import audit_script
-from lab.audit.cli import STEPS
 from lab.audit.command import AuditCommand
+from lab.audit.findings.endings import ended
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import RankRecords, Recording
-from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Parameters, Searched, Start, Step
+from lab.audit.records import (
+    CollectiveCall,
+    Cut,
+    DdpBuilt,
+    Parameters,
+    ProcessEnd,
+    Searched,
+    Start,
+    Step,
+)
 from lab.audit.report import OWN_FAULT, AuditContent, content_of
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
@@ -37,6 +46,7 @@ from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
 from lab.grade.facts import Facts, Try
 from lab.grade.findings import entries
 from lab.grade.judge import DrivenRun, judged, new_run
+from lab.grade.ordinary_user import own_copy, user_network
 from lab.grade.sandbox import Task, sandbox
 from lab.grade.traces import traces
 
@@ -65,6 +75,8 @@ def main() -> int:
     os.environ.pop("PYTHONPATH", None)  # it led to this program, and is not the script's
     began = time.monotonic()
     with record_folder(None) as folder:
+        if task.as_user:
+            task = own_copy(task, folder)
         outcomes = [_checked(task, folder)] if task.is_driven else _audit_as_demanded(task, folder)
     _write(outcomes, seconds=time.monotonic() - began)
     return 0
@@ -138,7 +150,7 @@ def _audit(task: Task, folder: Path, *, inputs: Sequence[bytes] = ()) -> Outcome
     os.environ.update(task.environment)
     os.chdir(task.cwd)
     ended: list[str] = []
-    steps = driven.STEPS if task.is_driven else STEPS
+    steps = driven.STEPS if task.is_driven else None
     settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds, inputs=inputs)
     network = partial(_network, task, ended)
     command = AuditCommand(tuple(task.words))
@@ -155,6 +167,8 @@ def _network(
     """
     if task.sandboxed:
         return sandbox(task, folder, ended)
+    if task.as_user:
+        return user_network(task, size, folder)
     for at, path in task.mounts.items():
         place = Path(os.path.normpath(task.cwd / at))
         if place.is_relative_to(task.submission) and not os.path.lexists(place):
@@ -177,7 +191,7 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
         key=task.key,
         audit=last.checked or content_of(result),
         used=_used(ranks),
-        whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
+        whole=bool(ranks) and all(rank.of(Cut) or ended(rank) for rank in ranks),
         doubts=[*_doubts(result, last.ended), *islice(traces(Path(task.submission)), _MOST_TRACES)],
         seconds=seconds,
         script=task.script,
@@ -216,7 +230,7 @@ def _doubts(result: AuditResult, ended: Sequence[str]) -> list[str]:
     if ended:
         return [f"it was ended: {ended[0]}"]
     doubts: set[str] = set()
-    if any(OWN_FAULT in sentence for sentence in result.unknown):
+    if any(OWN_FAULT in sentence for row in result.properties for sentence in row.said):
         doubts.add(f"{OWN_FAULT} has failed")
     for recording in result.recordings:
         doubts.update(_doubts_of(recording))
@@ -242,8 +256,8 @@ def _doubts_of(recording: Recording) -> Iterator[str]:
     yield from _searches(processes)
     replaced: set[str] = set()
     for process in processes:
-        for cut in process.of(Cut):
-            replaced.update(cut.replaced)
+        for end in process.of(ProcessEnd):
+            replaced.update(end.replaced)
     if replaced:
         names = ", ".join(sorted(replaced)[:_MOST_REPLACED])
         yield f"the script replaced what the audit watches: {names}"

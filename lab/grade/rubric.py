@@ -24,6 +24,7 @@ from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.system import usable_cores
 from common.utils.typed_json import Name, Seconds, Share, Text, convert
 from lab.audit.findings.finding import FAULT, CatalogueEntry
+from lab.audit.findings.properties import PROPERTIES
 from lab.cluster.program import check_placeholders
 from lab.grade.driven import PLACEHOLDER
 from lab.grade.findings import OwnFinding, entries
@@ -60,6 +61,8 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
         others as in ``lab audit``, and {driver} by what lets the rubric's driver check this part.
     ranks : the numbers of ranks to run it on; [1] for a part that exchanges nothing.
     uses : collectives, or "ddp", that this part has to call; without them a person has to look.
+    properties : of the audit's, those that have to be seen; without them a person has to look. Of
+        the others it is enough that none is broken.
     deductions : the share of the points that a fault costs, by its name in the audit.
     accepts : faults that this course asks for, and why.
     demands : notices that are faults in this course.
@@ -74,6 +77,9 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
         default_factory=lambda: [2, 3]
     )
     uses: list[Text] = []
+    properties: list[Text] = msgspec.field(
+        default_factory=lambda: ["collectives", "gradients", "weights"]
+    )
     deductions: dict[str, Share] = {}
     accepts: dict[str, Text] = {}
     demands: list[Text] = []
@@ -215,6 +221,9 @@ def _check_part(name: str, part: Part, rubric: Rubric, *, where: str) -> None:
     if unknown:
         problem = f"{listed(unknown)}: the audit has no such notice"
         raise UserError(f"{where}: demands of {name}: {problem}")
+    if strange := sorted(set(part.properties) - PROPERTIES.keys()):
+        problem = f"{listed(strange)}: the audit has only {listed(list(PROPERTIES), most=20)}"
+        raise UserError(f"{where}: properties of {name}: {problem}")
     for pattern in part.files:
         check_pattern(pattern, where=f"{where}: files of {name}")
     if part.is_driven and not rubric.driver:

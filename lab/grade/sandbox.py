@@ -71,7 +71,8 @@ class Task(msgspec.Struct, kw_only=True):
     memory_bytes, processes : limits of all its processes together. The files that it writes lie in
         memory, and count; see limits.py.
     disk_bytes : the limit of each of its folders.
-    sandboxed : False runs the script with the rights of this process.
+    sandboxed : False runs the script with the rights of this process, or of an ordinary user.
+    as_user : whether this process is root, and runs it as an ordinary user.
     """
 
     words: list[str]
@@ -95,6 +96,7 @@ class Task(msgspec.Struct, kw_only=True):
     processes: int
     limit_seconds: float
     sandboxed: bool
+    as_user: bool = False
 
     @property
     def is_driven(self) -> bool:
@@ -212,7 +214,7 @@ def _enter(task: Task, root: Path, first: int) -> list[str]:
     is_root = os.geteuid() == 0
     words = [*enter_words(first, *_NAMESPACES), "chroot"]
     if is_root:
-        user = _FIRST_USER + os.getpid() % _USERS
+        user = ordinary_user()
         words += [f"--userspec={user}:{user}", "--groups="]
     words += [str(root), "setpriv"]
     if not is_root:
@@ -222,6 +224,11 @@ def _enter(task: Task, root: Path, first: int) -> list[str]:
     words += ["--as=unlimited", "--core=0", "--"]
     words += ["choom", "-n", "1000", "--", "env", "--chdir"]
     return words
+
+
+def ordinary_user() -> int:
+    """Return the id of the user, and of the group, as which root runs this process's part."""
+    return _FIRST_USER + os.getpid() % _USERS
 
 
 def _copy_in(task: Task, enter: Sequence[str]) -> None:

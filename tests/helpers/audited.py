@@ -111,7 +111,7 @@ def record_case(case, size, folder):
         command=case.command,
         size=size,
         start=partial(start_forked, plant=case.plant) if case.forked else start_process,
-        steps=40 if clocks else 6,
+        steps=40 if clocks else None,
         clocks=clocks,
         global_batch=int(batch) if batch.isdigit() else None,
     )
@@ -154,11 +154,22 @@ def run_script(
     )
 
 
+def unseen(checked):
+    """Return why properties were not seen, as "name: reason"."""
+    return [
+        f"{row.name}: {text}"
+        for row in checked.properties
+        if row.state == "not seen"
+        for text in row.said
+    ]
+
+
 def mistakes(case, recordings):
     """Return what the audit says wrongly about a case, and print its script; empty if right."""
     recordings = [shared_part(recording) for recording in recordings]
     checked = run_checks(recordings)
-    findings, unknown = checked.findings, checked.unknown
+    findings = checked.findings
+    unknown = unseen(checked)
     faults = {one.name for one in findings if one.entry.severity == FAULT}
     notices = {one.name for one in findings} - faults
     wrong = [one for one in unknown if "could not be read" in one]
@@ -167,7 +178,7 @@ def mistakes(case, recordings):
     expected = case.notices - {"none"}
     if not expected <= notices or ("none" in case.notices and notices != expected):
         wrong.append(f"notices {sorted(notices)} in place of {sorted(case.notices)}")
-    answer = verdict(recordings, findings, unknown)
+    answer = verdict(recordings, findings, checked.properties)
     if case.verdict not in ("any", answer.answer):
         wrong.append(f"verdict {answer.answer!r} in place of {case.verdict!r}: {answer.why}")
     if not wrong:

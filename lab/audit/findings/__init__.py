@@ -6,18 +6,27 @@ it finds right, and what it cannot check, see ``finding.py``. Names, causes and 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from common.say import counts
-from lab.audit.findings import clocks, collectives, gradients, notices, samples, weights
+from lab.audit.findings import (
+    clocks,
+    collectives,
+    endings,
+    gradients,
+    notices,
+    samples,
+    weights,
+)
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
 from lab.audit.findings.one_model import ActivationExchange
+from lab.audit.findings.properties import PropertyRow, property_rows
 from lab.audit.recording import Recording
 from lab.audit.records import Trouble
 
 # ``check(recording)`` of each is run, in this order.
-CHECKS = (collectives, gradients, weights, samples, notices, clocks)
+CHECKS = (endings, collectives, gradients, weights, samples, notices, clocks)
 _OF_REPLICAS = (gradients, weights, samples)
 
 
@@ -29,14 +38,13 @@ class Checked:
     ----------
     findings : one a name, faults first, without those that another finding of their run explains.
     possible : what is found on a condition that the records leave open, see ``Finding.condition``.
-    right, unknown : what was checked and found right, and what could not be checked; each sentence
+    properties : what was looked at and held, what is broken, and what was not seen; each sentence
         once, with the numbers of ranks if it does not hold for all runs.
     """
 
     findings: Sequence[Finding]
     possible: Sequence[Finding]
-    right: Sequence[str]
-    unknown: Sequence[str]
+    properties: Sequence[PropertyRow]
 
 
 def run_checks(recordings: Sequence[Recording]) -> Checked:
@@ -59,11 +67,23 @@ def run_checks(recordings: Sequence[Recording]) -> Checked:
         [finding for finding in resolved if finding.condition and finding.name not in names]
     )
     sizes = {recording.size for recording in recordings}
-    right = [_on(told.text, held, sizes) for told, held in said.items() if isinstance(told, Right)]
-    unknown = [
-        _on(told.text, held, sizes) for told, held in said.items() if isinstance(told, Unknown)
-    ]
-    return Checked(findings, possible, right, unknown)
+    return Checked(findings, possible, _properties(findings, said, sizes))
+
+
+def _properties(
+    findings: Sequence[Finding], said: Mapping[Right | Unknown, set[int]], sizes: set[int]
+) -> list[PropertyRow]:
+    """Return what is said of each property."""
+    broken: dict[str, list[str]] = defaultdict(list)
+    for finding in findings:
+        if finding.entry.broken:
+            broken[finding.entry.broken].append(finding.entry.title)
+    held: dict[str, list[str]] = defaultdict(list)
+    unseen: dict[str, list[str]] = defaultdict(list)
+    for told, on_ranks in said.items():
+        rows = held if isinstance(told, Right) else unseen
+        rows[told.of].append(_on(told.text, on_ranks, sizes))
+    return property_rows(broken, unseen, held)
 
 
 def _on(text: str, held: set[int], sizes: set[int]) -> str:
@@ -87,12 +107,11 @@ def _check_all(recording: Recording) -> Iterator[Outcome]:
                 if doubt is None:
                     yield outcome
                 else:
-                    yield Unknown(doubt.why)
+                    yield Unknown("gradients", doubt.why)
                     yield replace(outcome, condition=doubt.condition)
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            name = part.__name__.rpartition(".")[2]
             why = f"the records could not be read ({type(error).__name__}: {error})"
-            yield Unknown(f"{name}: not checked, because {why}")
+            yield Unknown(part.__name__.rpartition(".")[2], why)
 
 
 def _troubles(recording: Recording) -> Iterator[Unknown]:
@@ -101,10 +120,10 @@ def _troubles(recording: Recording) -> Iterator[Unknown]:
         for trouble in process.of(Trouble):
             error = trouble.text.strip().splitlines()[-1]
             # What is unknown about gradients makes the verdict "cannot tell"; clocks do not.
-            subject = "clocks" if trouble.part == "clocks" else "gradients"
             yield Unknown(
-                f"{subject}: a part of lab audit itself, {trouble.part}, failed on this script "
-                f"({error}), which is no fault of the script"
+                "clocks" if trouble.part == "clocks" else "gradients",
+                f"a part of lab audit itself, {trouble.part}, failed on this script "
+                f"({error}), which is no fault of the script",
             )
 
 

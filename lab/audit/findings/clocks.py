@@ -33,8 +33,10 @@ def _covered(means: list[Clock]) -> Outcome:
     """Return over how many steps the last mean of whole steps is formed, if there is one."""
     for mean in reversed(means):
         if _is_of_steps(mean) and not _divides_wrongly(mean):
-            return Right(f"the mean time covers {_iterations(mean)} whole steps, without the first")
-    return Unknown(f"the clock: no mean time over {_FEWEST} or more whole steps could be read")
+            return Right(
+                "clocks", f"the mean time covers {_iterations(mean)} whole steps, without the first"
+            )
+    return Unknown("clocks", f"no mean time over {_FEWEST} or more whole steps could be read")
 
 
 def _printed_loss(recording: Recording) -> Iterator[Finding]:

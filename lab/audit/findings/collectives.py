@@ -251,10 +251,10 @@ def _in_vain(ranks: list[_Rank]) -> Iterator[Finding | Unknown]:
             )
         elif other.state in _LEFT_OPEN:
             vain = (
-                f"gradients: rank {one.number} waited in vain in {_describe(wait)} for rank "
+                f"rank {one.number} waited in vain in {_describe(wait)} for rank "
                 f"{other.number}, which {_LEFT_OPEN[other.state]}"
             )
-            yield Unknown(f"{vain}; {other.stands}" if other.stands else vain)
+            yield Unknown("collectives", f"{vain}; {other.stands}" if other.stands else vain)
 
 
 def _describe(wait: Wait) -> str:
@@ -269,15 +269,16 @@ def _describe(wait: Wait) -> str:
 
 
 def _agreed(lists: list[list[CollectiveCall]]) -> Iterator[Right]:
-    """Yield that the ranks call the same collectives, if they call any."""
+    """Yield that the ranks call the same collectives, or that none waits in those of DDP."""
     steps = Counter(call.step for call in min(lists, key=len))
     if not steps:
+        yield Right("collectives", "no rank waited in vain for another one")
         return
-    text = "all ranks call the same collectives in the same order in the watched steps"
+    text = "all ranks call the same collectives in the same order"
     numbers = {steps[step] for step in range(1, max(steps))}  # the first and last are not whole
     if len(numbers) == 1 and 0 not in numbers:
         text += f", {numbers.pop()} a step"
-    yield Right(text)
+    yield Right("collectives", text)
 
 
 def _unused(recording: Recording) -> Iterator[Outcome]:
@@ -315,7 +316,7 @@ def _idle(recording: Recording, first: RankRecords, idle: list[int]) -> Iterator
     others = ", ".join(map(str, idle))
     if not ended:
         yield Unknown(
-            f"gradients: rank {first.rank} trains, and rank {others} has computed nothing so far"
+            "gradients", f"rank {first.rank} trains, and rank {others} has computed nothing so far"
         )
         return
     yield found(
@@ -337,7 +338,7 @@ def _trains_alone(rank: RankRecords) -> bool:
     hinted = any(start.hinted_rank is not None for start in rank.of(Start))
     if len(steps) < 2 or not (rank.of(Group) or hinted):
         return False
-    return all(_is_own(rank, step) for step in steps)
+    return all(_is_own(rank, step) for step in steps if step.sampled)
 
 
 def _is_own(rank: RankRecords, step: Step) -> bool:

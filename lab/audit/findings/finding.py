@@ -18,6 +18,7 @@ class CatalogueEntry:
     """What is said about every finding of a name.
 
     severity : "fault" (exit status 1) or "notice".
+    broken : the property that does not hold, see properties.py; "" for a notice.
     evidence : a sentence with places for values, or several by kind.
     explains : the findings that follow from it, and are left out where both are found in a run.
     unequal : with it the ranks train something else than one process would.
@@ -28,6 +29,7 @@ class CatalogueEntry:
     title: str
     cause: str
     cure: str
+    broken: str = ""
     evidence: str | Mapping[str, str] = ""
     explains: Sequence[str] = ()
     unequal: bool = False
@@ -88,18 +90,21 @@ def found(
 
 @dataclass(frozen=True)
 class Right:
-    """Something that was checked and is right.
+    """Something that was looked at and is right.
 
+    of : the property that holds there, see properties.py.
     text : one short sentence without a full stop, e.g. "every rank trains on different samples".
     """
 
+    of: str
     text: str
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """Something that could not be checked: ``text`` says what, and why."""
+    """Something that was not seen: ``of`` which property, see properties.py; ``text`` says why."""
 
+    of: str
     text: str
 
 

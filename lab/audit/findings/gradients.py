@@ -39,7 +39,7 @@ from lab.evidence import Evidence, judge, multiple, near
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 _UNEXPLAINED = {"unknown", "kept", "stale"}
 _CLIPPED = ("norm", "value")
-_CHANGING = Unknown("gradients: the ranks' gradients are combined differently from step to step")
+_CHANGING = Unknown("gradients", "the ranks' gradients are combined differently from step to step")
 # The kinds of updates of which the fit has said it all; of "weighted" lab/evidence says the name.
 _FAULTS = {
     "norm": "clipped-before-averaging",
@@ -52,20 +52,21 @@ _FAULTS = {
 def check(recording: Recording) -> Iterator[Outcome]:
     """Check what the optimisers get; see lab/audit/findings/finding.py."""
     if recording.size < 2:
-        yield Unknown("gradients: one rank alone has nothing to average")
+        yield Unknown("gradients", "one rank alone has nothing to average")
         return
     if recording.of(FsdpBuilt):
         yield Unknown(
-            "gradients: FSDP gives each rank a part of every parameter, which cannot be compared"
-            " with the gradients of whole parameters that each rank computed"
+            "gradients",
+            "FSDP gives each rank a part of every parameter, which cannot be compared"
+            " with the gradients of whole parameters that each rank computed",
         )
         return
     stepping = {rank.rank for rank in recording.ranks if rank.of(Step)}
     missing = sorted(set(range(recording.size)) - stepping)
     if missing:
         yield Unknown(
-            "gradients: no step of a torch optimiser was seen on rank"
-            f" {', '.join(map(str, missing))}"
+            "gradients",
+            f"no step of a torch optimiser was seen on rank {', '.join(map(str, missing))}",
         )
         return
     numbers = [number for family in lasting_optimizers(recording) for number in family]
@@ -85,22 +86,110 @@ def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
     updates = [update for update in updates if update.known]
     if not updates:
         yield Unknown(
-            f"gradients: {whose} took no step of which all ranks saw the gradients: the ranks"
-            " hold different parameters in it, or copies of those that backward() fills"
+            "gradients",
+            f"{whose} took no step of which all ranks saw the gradients: the ranks"
+            " hold different parameters in it, or copies of those that backward() fills",
         )
         return
+    yield from _own_updates(replicas, whose, updates)
     telling = _telling(updates)
     if not telling:
         yield Unknown(
-            f"gradients: {whose} gets none, or zeros, in all {len(updates)} steps (is"
-            " zero_grad() called between backward() and step(), or is the loss constant?)"
+            "gradients",
+            f"{whose} gets none, or zeros, in all {len(updates)} steps (is"
+            " zero_grad() called between backward() and step(), or is the loss constant?)",
         )
         return
-    seen = _Seen(replicas.recording, whose, telling, bad=telling)
+    without = sum(update.kind == "nothing" and update.records[0].micro > 0 for update in updates)
+    seen = _Seen(replicas.recording, whose, telling, bad=telling, without=without)
     yield _judge(seen)
     yield from _clipped_multiple(seen)
     if all(update.is_mean for update in telling) and not uses_ddp(seen.recording):
         yield from _early_clips(seen)
+
+
+def _own_updates(replicas: Replicas, whose: str, updates: list[Update]) -> Iterator[Outcome]:
+    """Yield what becomes of the gradients in each rank's own updates: lost, kept, or clipped."""
+    reached = [update for update in updates if update.records[0].micro and update.own.any()]
+    if not reached:
+        return
+    lost = [update for update in reached if update.kind == "nothing"]
+    wrong = [_lost(whose, lost, reached), _piled_up(replicas, updates), _clipped_scaled(updates)]
+    yield from filter(None, wrong)
+    if not any(wrong):
+        seen = f"{len(reached) - len(lost)} of {len(reached)} steps" if lost else "each step"
+        yield Right("updates", f"{whose} applies what backward() computed in {seen}")
+
+
+def _lost(whose: str, lost: list[Update], reached: list[Update]) -> Finding | None:
+    """Return that most steps find no gradient; None if few do, or if the optimiser never gets any.
+
+    Then the gradients may go to another one. A script may drop those of a bad batch.
+    """
+    if not len(reached) < 2 * len(lost) < 2 * len(reached):
+        return None
+    first = lost[0]
+    return found(
+        "update-lost",
+        first.records[0].at,
+        step=first.step,
+        whose=whose,
+        lost=len(lost),
+        steps=len(reached),
+    )
+
+
+def _piled_up(replicas: Replicas, updates: list[Update]) -> Finding | None:
+    """Return that each step adds to the gradients of the step before; None if one does not."""
+    sampled = {update.step for update in updates}
+    later = [update for update in updates if update.step - 1 in sampled]
+    records = [record for update in later for record in update.records]
+    if len(later) < 3 or not all(map(_adds_to_the_last, records)):
+        return None
+    return found(
+        "gradients-pile-up",
+        backward_line(replicas.recording),
+        steps=len(later),
+        kept=records[0].kept,
+        every=len(replicas.names),
+    )
+
+
+def _clipped_scaled(updates: list[Update]) -> Finding | None:
+    """Return that a step clips gradients that GradScaler has not unscaled; None if none does."""
+    records = [record for update in updates for record in update.records]
+    clipped = next(filter(_clips_scaled, records), None)
+    if clipped is None:
+        return None
+    clip = clipped.clips[0]
+    return found(
+        "clipped-while-scaled",
+        clip.at,
+        step=clipped.step,
+        limit=clip.limit,
+        norm=clip.norm,
+        scale=clipped.scale,
+    )
+
+
+def _adds_to_the_last(step: Step) -> bool:
+    """Return whether a single backward added to what the update before had used."""
+    return step.kept > 0 and step.micro == 1
+
+
+def _clips_scaled(step: Step) -> bool:
+    """Return whether a step's only clipping cut gradients that were multiplied by the scale.
+
+    What the optimiser gets then has the limit's norm, divided by the scale. A limit that grows with
+    the scale, as it should then, is no small part of it.
+    """
+    if len(step.clips) != 1 or step.scale <= 1 or not step.got_norm:
+        return False
+    clip = step.clips[0]
+    if clip.kind != "norm" or clip.unscaled or clip.limit is None or not clip.norm:
+        return False
+    cuts = clip.limit < 1e-2 * step.scale and clip.limit < clip.norm
+    return cuts and near(step.got_norm * step.scale / clip.limit, 1)
 
 
 def _telling(updates: list[Update]) -> list[Update]:
@@ -121,12 +210,14 @@ class _Seen:
 
     whose : names the optimiser.
     bad : those of the gravest kind, or all where each is the mean times a number.
+    without : how many updates more followed a backward and got no gradient.
     """
 
     recording: Recording
     whose: str
     updates: list[Update]
     bad: list[Update]
+    without: int = 0
 
     @property
     def line(self) -> CodeLine | None:
@@ -208,14 +299,15 @@ def _unexplained(seen: _Seen) -> Outcome:
     Step 0 has no older gradient, so it does not tell whether gradients are stale.
     """
     first = seen.bad[0]
-    where = f"gradients: in step {first.step}"
+    where = f"in step {first.step}"
     if {update.kind for update in seen.updates if update.step > 0} == {"stale"}:
         return found("stale-gradient", seen.line, step=max(1, first.step))
     if all(ends_without_sync(seen.recording, update.step) for update in seen.updates):
         return seen.found("own-gradient", backward_line(seen.recording), kind="no_sync")
     if first.kind == "kept":
         return Unknown(
-            f"{where} .grad still holds gradients of the step before (is zero_grad() missing?)"
+            "gradients",
+            f"{where} .grad still holds gradients of the step before (is zero_grad() missing?)",
         )
     text = (
         f"{where} what the optimiser gets is not a weighted sum of what the ranks computed"
@@ -226,7 +318,7 @@ def _unexplained(seen: _Seen) -> Outcome:
             ", as after lossy compression or with added noise; the nearest one is"
             f" {first.total:.2f} times the mean"
         )
-    return Unknown(text)
+    return Unknown("gradients", text)
 
 
 # --- one rank's own gradient ---
@@ -242,11 +334,12 @@ def _rows(seen: _Seen) -> Outcome:
     if all_own and bypasses_ddp(recording):
         return seen.found("ddp-bypassed", backward_line(recording))
     if not recording_exchanges(recording):  # group-unused says it if they were to train together
-        return Unknown("gradients: the ranks exchange nothing")
+        return Unknown("gradients", "the ranks exchange nothing")
     if averages_weights(recording):
         return Unknown(
-            "gradients: torch's post-local SGD averages gradients inside groups of ranks alone, and"
-            " the weights from time to time"
+            "gradients",
+            "torch's post-local SGD averages gradients inside groups of ranks alone, and"
+            " the weights from time to time",
         )
     equal = [update for update in seen.bad if _ends_equal(update)]
     if equal:
@@ -256,7 +349,7 @@ def _rows(seen: _Seen) -> Outcome:
         return seen.found("weights-averaged", line, kind="exchanged", sure=False, mixed=len(mixing))
     if len(seen.bad) == 1 < len(seen.updates):
         return Unknown(
-            f"gradients: the optimisers get the mean in all steps but step {seen.bad[0].step}"
+            "gradients", f"the optimisers get the mean in all steps but step {seen.bad[0].step}"
         )
     return _what_each_gets(seen, all_own)
 
@@ -318,8 +411,9 @@ def _equal_weights(seen: _Seen, update: Update, all_own: bool) -> Outcome:
     """
     if not all_own:
         return Unknown(
-            f"gradients: in step {update.step} the optimisers get different gradients, but"
-            " afterwards the ranks make their weights equal"
+            "gradients",
+            f"in step {update.step} the optimisers get different gradients, but"
+            " afterwards the ranks make their weights equal",
         )
     weights, errors = fit(update.got, update.after[:1] - update.before[:1], update.columns)
     sources = np.flatnonzero(np.abs(weights[0]) > 1e-2 * np.abs(weights).max())  # ranks
@@ -342,8 +436,9 @@ def _mean(seen: _Seen) -> Outcome:
     totals, cuts = _totals_before_clipping(seen.updates)
     if np.ptp(totals) > 10 * first.tolerance * np.abs(totals).max():
         return Unknown(
-            "gradients: the optimiser gets the mean times a factor that changes from step to step"
-            f" ({totals[0]:.3f} in step {first.step}, then {totals[1]:.3f})"
+            "gradients",
+            "the optimiser gets the mean times a factor that changes from step to step"
+            f" ({totals[0]:.3f} in step {first.step}, then {totals[1]:.3f})",
         )
     if np.abs(totals - 1).max() >= 2e-3:
         return _multiple(seen, seen.line, total=float(totals[0]))
@@ -377,8 +472,9 @@ def _all_alike(seen: _Seen) -> Outcome:
     if bypasses_ddp(seen.recording) and not exchanges(seen.recording, first.step):
         return seen.found("ddp-bypassed", backward_line(seen.recording))
     return Unknown(
-        f"gradients: all ranks compute the same gradient for {seen.whose}, so the audit"
-        " cannot tell the mean from one rank's"
+        "gradients",
+        f"all ranks compute the same gradient for {seen.whose}, so the audit"
+        " cannot tell the mean from one rank's",
     )
 
 
@@ -410,8 +506,16 @@ def _right_mean(seen: _Seen, *, clipped: bool) -> Right:
     limit = f"{10 ** np.ceil(np.log10(max(worst, 1e-16))):.0e}"  # the same for most runs
     details = ", ".join([f"relative error at most {limit}", *sorted(extras)])
     return Right(
-        f"{seen.whose} gets the mean of the ranks' gradients in every watched step ({details})"
+        "gradients",
+        f"{seen.whose} gets the mean of the ranks' gradients in {_watched(seen)} ({details})",
     )
+
+
+def _watched(seen: _Seen) -> str:
+    """Return in which steps an optimiser was seen to get the mean, in words."""
+    if seen.without:
+        return f"every watched step but {seen.without} in which it gets none"
+    return "every watched step"
 
 
 def _clipped_multiple(seen: _Seen) -> Iterator[Outcome]:
@@ -497,7 +601,9 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
     micro = first.records[0].micro
     by_micro_batches = micro > 1 and near(total * micro, 1)  # a sum divided by hand
     if by_micro_batches or near(total * losses.weight, 1):
-        return Right("the losses' scale and the exchange together give the mean of all samples")
+        return Right(
+            "gradients", "the losses' scale and the exchange together give the mean of all samples"
+        )
     shown = multiple(total, size, groups=first.evidence.groups)
     pattern = judge(shown).pattern
     if pattern == "sum" and losses.are_means:
@@ -511,12 +617,12 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
     if literal is not None and not by_groups:
         return literal
     text = (
-        f"gradients: the optimiser gets {total:.3f} times the mean of the {size} ranks' gradients,"
+        f"the optimiser gets {total:.3f} times the mean of the {size} ranks' gradients,"
         f" on all ranks and in all {len(seen.updates)} steps"
     )
     if pattern == "sum" or by_groups:
         text += "; what the losses are divided by was not seen"
-    return Unknown(text)
+    return Unknown("gradients", text)
 
 
 def _divided_by_groups(seen: _Seen, line: CodeLine | None, shown: Evidence) -> Finding:

@@ -48,17 +48,17 @@ class Doubt:
 
 _REPLICAS = Doubt(
     "the ranks are replicas",
-    "gradients: the ranks exchange activations, so they may compute one model together (tensor, "
+    "the ranks exchange activations, so they may compute one model together (tensor, "
     "expert or pipeline parallel); only replicas are compared",
 )
 _OWN_LOSS = Doubt(
     "each rank's loss covers its own samples alone",
-    "gradients: the ranks exchange activations and all compute the same loss, so it may be one loss"
+    "the ranks exchange activations and all compute the same loss, so it may be one loss"
     " over all their samples, of which the gradients are added up",
 )
 _WHOLE_SAMPLES = Doubt(
     "each rank computes on whole samples",
-    "gradients: the ranks load the same samples and exchange activations, so each may compute a "
+    "the ranks load the same samples and exchange activations, so each may compute a "
     "part of every sample (sequence parallel)",
 )
 

@@ -133,7 +133,7 @@ def _models(rank: RankRecords) -> list[_Model]:
                 numbers=numbers,
                 optimizer=parameters.optimizer,
                 shapes=[row.shape for row in parameters.rows],
-                alone=all(_gets_its_own(rank, step) for step in steps),
+                alone=all(_gets_its_own(rank, step) for step in steps if step.sampled),
                 samples=samples_of(backwards[0]) if backwards else 0,
                 steps=len(steps),
                 inputs=[_inputs(backward) for backward in backwards],
@@ -145,8 +145,6 @@ def _models(rank: RankRecords) -> list[_Model]:
 
 def _gets_its_own(rank: RankRecords, step: Step) -> bool:
     """Return whether what the optimiser gets is a multiple of the rank's own gradient."""
-    if step.own is None or step.got is None:
-        return False
     own = rank.numbers(step.own)
     got = rank.numbers(step.got)
     # the cosine of their angle is 1; NaN: nobody knows

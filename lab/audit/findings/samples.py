@@ -41,7 +41,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
         return
     groups = training_loaders(recording)
     if groups and any(map(_takes_parts, recording.ranks)):
-        yield Unknown("the samples: the ranks compute on other samples than their loaders give")
+        yield Unknown("samples", "the ranks compute on other samples than their loaders give")
     else:
         for loaders in groups:
             yield from _check_loaders(recording, loaders)
@@ -69,13 +69,13 @@ def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     alike = [outcome for outcome, _ in compared if isinstance(outcome, Finding | Unknown)]
     data = {equal_indices_tell for _, equal_indices_tell in compared}  # True, False or None
     if all(isinstance(outcome, Right) for outcome, _ in compared):
-        yield Right("every rank trains on different samples")
+        yield Right("samples", "every rank trains on different samples")
     yield from alike
     if not alike and False not in data:
         covers = _coverage(recording, loaders, one_dataset=None not in data)
         if covers is not None:
             yield covers
-    yield from _same_order(loaders)
+    yield from _same_order(loaders, was_cut=bool(recording.of(Cut)))
     counts = _batch_counts(recording, loaders)
     if counts is not None:
         yield counts
@@ -92,12 +92,12 @@ def _global_batch(recording: Recording, asked: int) -> Outcome:
     """
     local = local_batches(recording)
     if local is None:
-        return Unknown("the global batch: the samples of a step are not known on every rank")
+        return Unknown("global batch", "the samples of a step are not known on every rank")
     total = sum(local.values())
     steps = [step for rank in recording.ranks for step in training_steps(rank)]
     micro = max([1, *(len(step.backwards) for step in steps)])
     if abs(total - asked) < recording.size * micro:
-        return Right(f"the global batch is {total:,} samples, as asked for")
+        return Right("global batch", f"the global batch is {total:,} samples, as asked for")
     line = loader_line(recording) or backward_line(recording)
     return found("wrong-global-batch", line, total=total, asked=asked, counts=_by_rank(local))
 
@@ -128,14 +128,15 @@ def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None
     if same and _targets_never_agree(one.records, other.records):
         data = None if data else False
     if mine and theirs and (not both or data is False):
-        return Right("every rank trains on different samples"), data
+        return Right("samples", "every rank trains on different samples"), data
     if not same:
         return None, data
     ranks = f"ranks {one.rank} and {other.rank}"
     if data is None:
         return Unknown(
+            "samples",
             f"whether {ranks} train on the same samples: their indices are equal, but "
-            "the audit cannot tell whether they index the same data"
+            "the audit cannot tell whether they index the same data",
         ), data
     return _same_samples(ranks, both, one.facts.line), data
 
@@ -210,7 +211,7 @@ def _same_inputs(recording: Recording) -> Outcome:
             ranks = f"ranks {first.rank} and {other.rank}"
             line = backward_line(recording)
             return found("same-samples", line, kind="inputs", ranks=ranks, count=len(both))
-    return Unknown("which samples each rank trains on: no DataLoader draws them by index")
+    return Unknown("samples", "no DataLoader draws them by index")
 
 
 # --- each sample once in an epoch ---
@@ -251,6 +252,7 @@ class _Coverage:
     ----------
     number : of the epoch, from 1.
     whole : all ranks' samples of the epoch are known.
+    left : all ranks left it early.
     draws : by rank, the records of what it drew.
     shares : by rank, the samples that it drew.
     counts : how often each sample was drawn.
@@ -262,6 +264,7 @@ class _Coverage:
         self.loaders = loaders
         self.number = number
         self.whole = all(epoch.whole for epoch in epochs)
+        self.left = all(epoch.left for epoch in epochs)
         self.draws: list[list[Batch | Rest]] = [
             epoch.whole if self.whole else [*epoch.batches] for epoch in epochs
         ]
@@ -286,10 +289,10 @@ class _Coverage:
             return None
         if self.repeats > self._most_repeats():
             return self._repeated(one_dataset=one_dataset)
+        if self.left:
+            return Right("coverage", "no sample comes twice in epochs that the script leaves early")
         if not self.whole:
-            return Unknown(
-                "the coverage of the dataset: the samples of a whole epoch are not known"
-            )
+            return Unknown("coverage", "the samples of a whole epoch are not known")
         length = self._length()
         holes = self._holes(length)
         if len(holes) > self._rounding:
@@ -325,13 +328,12 @@ class _Coverage:
         """
         within_a_rank = max(len(share) - len(set(share)) for share in self.shares)
         if within_a_rank > (self._rounding if self.whole else 0):
-            return Unknown(
-                "the coverage of the dataset: the sampler draws samples repeatedly on a rank"
-            )
+            return Unknown("coverage", "the sampler draws samples repeatedly on a rank")
         if not one_dataset:
             return Unknown(
-                "the coverage of the dataset: the ranks draw the same indices, but the "
-                "audit cannot tell whether these belong to the same data"
+                "coverage",
+                "the ranks draw the same indices, but the "
+                "audit cannot tell whether these belong to the same data",
             )
         return found(
             "uneven-coverage",
@@ -365,18 +367,19 @@ class _Coverage:
         validation split or a limit leaves samples out on purpose.
         """
         if length is None:
-            return Right("no sample comes twice in an epoch")
+            return Right("coverage", "no sample comes twice in an epoch")
         missing = max(0, length - len(self.counts))
         if missing > len(self.shares) * self.batch:
             return Unknown(
-                f"whether {missing:,} of {length:,} samples are left out of each epoch on purpose"
+                "coverage",
+                f"whether {missing:,} of {length:,} samples are left out of each epoch on purpose",
             )
         details = f"{length:,} samples"
         if self.repeats:
             details += f", {self.repeats:,} padded"
         if missing:
             details += f", {missing:,} left over"
-        return Right(f"each epoch covers the dataset once ({details})")
+        return Right("coverage", f"each epoch covers the dataset once ({details})")
 
 
 def _common(values: Sequence[int | None]) -> int | None:
@@ -420,8 +423,10 @@ class _Order(NamedTuple):
     same: bool
 
 
-def _same_order(loaders: Loaders) -> Iterator[Outcome]:
+def _same_order(loaders: Loaders, *, was_cut: bool) -> Iterator[Outcome]:
     """Compare the first batches of each epoch with those of the epoch before.
+
+    was_cut : another epoch might have followed.
 
     Nothing is said where some epochs repeat the order and others do not.
     """
@@ -429,8 +434,9 @@ def _same_order(loaders: Loaders) -> Iterator[Outcome]:
     all_alike = len({order.same for order in orders}) == 1
     if all_alike:
         yield _judge_order(loaders[0], orders[0])
-    if loaders[0].facts.replicas and max(len(loader.epochs) for loader in loaders) == 1:
-        yield Unknown("whether each epoch has another order: one epoch was seen")
+    one_epoch = max(len(loader.epochs) for loader in loaders) == 1
+    if loaders[0].facts.replicas and one_epoch and was_cut:
+        yield Unknown("order", "one epoch was seen")
 
 
 def _orders(loader: TrainingLoader) -> Iterator[_Order]:
@@ -454,7 +460,9 @@ def _orders(loader: TrainingLoader) -> Iterator[_Order]:
 def _judge_order(loader: TrainingLoader, order: _Order) -> Outcome:
     """Judge an order that all epochs of all ranks repeat, or that none repeats."""
     if not order.same:
-        return Right(f"epoch {order.epoch} has a different order from epoch {order.epoch - 1}")
+        return Right(
+            "order", f"epoch {order.epoch} has a different order from epoch {order.epoch - 1}"
+        )
     sampler = str(loader.facts.sampler)
     if "Distributed" in sampler or sampler == "RandomSampler":
         return found(
@@ -466,8 +474,9 @@ def _judge_order(loader: TrainingLoader, order: _Order) -> Outcome:
             samples=_listed(order.begin),
         )
     return Unknown(
+        "order",
         f"whether the order is meant to be the same in every epoch: {sampler} gives the "
-        f"same first {len(order.begin)} samples again"
+        f"same first {len(order.begin)} samples again",
     )
 
 
@@ -479,13 +488,13 @@ def _batch_counts(recording: Recording, loaders: Loaders) -> Outcome | None:
     """
     batches = _common([loader.facts.batches for loader in loaders])
     if batches is not None:
-        return Right(f"every rank has {batches:,} batches in an epoch")
+        return Right("batches", f"every rank has {batches:,} batches in an epoch")
     counts = {loader.rank: loader.facts.batches for loader in loaders}
     if None in counts.values():
         return None
     listed = _by_rank(counts)
     if recording.of(Join):
-        return Right(f"Join lets the ranks with fewer batches wait ({listed})")
+        return Right("batches", f"Join lets the ranks with fewer batches wait ({listed})")
     return _unequal_batches(recording, loaders, listed)
 
 
@@ -497,8 +506,9 @@ def _unequal_batches(recording: Recording, loaders: Loaders, listed: str) -> Out
     equally_many = len({len(epochs) for epochs in taken}) == 1
     if end_seen and equally_many and not recording.hung:
         return Unknown(
+            "batches",
             f"whether the ranks' different numbers of batches matter ({listed}): they "
-            "stay in step where an epoch ends"
+            "stay in step where an epoch ends",
         )
     return found(
         "different-batch-counts",

@@ -50,7 +50,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
     if recording.size < 2 or len(recording.ranks) < recording.size:
         return
     if recording.of(FsdpBuilt):
-        yield Unknown("weights: FSDP holds another part of them on each rank")
+        yield Unknown("weights", "FSDP holds another part of them on each rank")
         return
     replicas: list[Replicas] = []
     different_starts = []
@@ -65,9 +65,9 @@ def check(recording: Recording) -> Iterator[Outcome]:
     settings = [*_different_settings(replicas)]
     yield from settings
     if not any(several.weights for several in replicas):
-        yield Unknown("weights: no ranks' weights of equal parameters were seen")
+        yield Unknown("weights", "no ranks' weights of equal parameters were seen")
     elif not different_starts:
-        yield Right("all ranks start from the same weights")
+        yield Right("weights", "all ranks start from the same weights")
         yield from _divergence(replicas, counts=exchanged and not settings)
 
 
@@ -118,7 +118,9 @@ class Replicas:
     def _read(
         self, numbers: dict[int, Numbers], step: int, samples: Sequence[Samples | None]
     ) -> None:
-        """Add the ranks' numbers of a step, if all ranks have equally many."""
+        """Add the ranks' numbers of a step, if all ranks have sampled equally many."""
+        if None in samples:  # a step that the probe has not sampled
+            return
         pairs = zip(self.recording.ranks, samples, strict=True)
         rows = [rank.numbers(reference) for rank, reference in pairs]
         if len({len(row) for row in rows}) == 1:
@@ -242,14 +244,15 @@ def _divergence(replicas: list[Replicas], *, counts: bool) -> Iterator[Outcome]:
         made_equal = [step for step in several.weights if step > apart[0] and step not in apart]
         if counts and (made_equal or averages_weights(several.recording)):
             yield Unknown(
-                f"weights: the weights differ between the ranks before step {apart[0]}, and the"
-                " script makes them equal from time to time"
+                "weights",
+                f"the weights differ between the ranks before step {apart[0]}, and the"
+                " script makes them equal from time to time",
             )
         elif counts:
             yield _name_divergence(several, apart[0])
         return
     if any(max(several.weights, default=0) > 0 for several in replicas):
-        yield Right("the ranks' weights stay equal in the watched steps")
+        yield Right("weights", "the ranks' weights stay equal in the watched steps")
 
 
 def _name_divergence(replicas: Replicas, step: int) -> Finding:

@@ -6,7 +6,7 @@ innermost datasets hold (``content`` of the record ``loader``) or, if they hold 
 by the rows of the batches (``contents`` of the record ``batch``). Augmentation changes the rows.
 
 ``LoaderWatch`` sees epochs and batches in the script's process; what workers do is not watched.
-Before each batch ``stopping`` is asked; it ends the epoch by StopIteration or SystemExit.
+Before each batch ``pace`` is asked, which may end the epoch by StopIteration.
 """
 
 from __future__ import annotations
@@ -244,6 +244,11 @@ class WatchedLoader:
     facts: LoaderFacts
     epochs: list[WatchedEpoch] = field(default_factory=list)
 
+    @property
+    def key(self) -> list[Any]:
+        """Return what is the same of this loader on all ranks."""
+        return [self.facts.made or self.facts.at, self.facts.dataset]
+
     def trained(self) -> list[WatchedEpoch]:
         """Return the epochs that serve training."""
         return [epoch for epoch in self.epochs if epoch.trains]
@@ -257,6 +262,7 @@ class WatchedEpoch:
     inner : the innermost index of each sample; None if it is the same or not known.
     queue : by batch, the indices that the sampler has given and the script has not got yet.
     given : how many batches the script got.
+    limit : how many it gets at most, see pace.py; None: all.
     over : it has ended, or was ended.
     trains : a backward or an update followed one of its batches.
     """
@@ -266,6 +272,7 @@ class WatchedEpoch:
     inner: Sequence[int] | None
     queue: list[list[Any]] = field(default_factory=list)
     given: int = 0
+    limit: int | None = None
     over: bool = False
     trains: bool = False
 
@@ -284,6 +291,7 @@ class LoaderWatch:
     loaders : the loaders that still live, by torch's DataLoader.
     made : the script's line that made a loader, by torch's DataLoader.
     epochs : the epochs, by torch's iterator.
+    latest : the epoch of the latest batch.
     fresh : the epochs that gave a batch since the last backward, the newest last. Those of other
         loaders are no longer fresh after a forward without gradients.
     """
@@ -295,6 +303,7 @@ class LoaderWatch:
         self.made: WeakKeyDictionary[Any, list[Any] | None] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()
         self.fresh: list[WatchedEpoch] = []
+        self.latest: WatchedEpoch | None = None
         patch(DataLoader, __init__=self.make)
         patch(
             dataloader._BaseDataLoaderIter,
@@ -331,6 +340,7 @@ class LoaderWatch:
         epoch = WatchedEpoch(watched, names, inner)
         self.epochs[iterator] = epoch
         watched.epochs.append(epoch)
+        self.probe.tell("epoch_begin", epoch, loader)
 
     def find_loader(self, loader: DataLoader[Any]) -> WatchedLoader:
         """Return the watched loader that a new DataLoader continues, else record a new one.
@@ -355,7 +365,7 @@ class LoaderWatch:
             return original(iterator)
         cut = True
         try:
-            self.probe.tell("batch_begin", epoch)  # ``stopping`` may end the epoch
+            self.probe.tell("batch_begin", epoch)  # ``pace`` may end the epoch
             cut = False
             batch = original(iterator)
         except (StopIteration, SystemExit):
@@ -382,17 +392,25 @@ class LoaderWatch:
             contents=contents,
         )
         epoch.given += 1
+        self.latest = epoch
         self.fresh = [other for other in self.fresh if other.loader is not epoch.loader]
         self.fresh.append(epoch)
 
     def end(self, epoch: WatchedEpoch, iterator: Any, *, cut: bool) -> None:
-        """Write the record ``epoch`` and, if it trains and was cut, ``rest`` unless endless."""
+        """Write the record ``epoch`` and, if it was cut, ``rest`` unless endless."""
         self.probe.record("epoch", **epoch.names, batches=epoch.given, cut=cut)
-        if cut and epoch.trains and not isinstance(iterator._dataset, IterableDataset):
+        if cut and not isinstance(iterator._dataset, IterableDataset):
             more = chain.from_iterable(map(plain_indices, iterator._sampler_iter))
             rest = [*chain(*epoch.queue), *islice(more, LONGEST_REST)]
             if len(rest) < LONGEST_REST:
                 self.probe.record("rest", **epoch.names, indices=rest, inner=epoch.find_inner(rest))
+
+    def cut(self) -> None:
+        """End the epoch of the latest batch, since the script is ended."""
+        for iterator, epoch in list(self.epochs.items()):
+            if epoch is self.latest and not epoch.over:
+                epoch.over = True
+                self.end(epoch, iterator, cut=True)
 
     def take_indices(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Remember the indices of a batch, in the order in which the sampler gives them."""

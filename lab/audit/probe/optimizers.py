@@ -29,10 +29,15 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .coordinates import COORDINATES
-from .sampling import checksum, is_sharded, square_norm, take, total, wide
+from .sampling import checksum, is_sharded, join, square_norm, take, total, wide
 from .state import Probe, named, patch, wrapped
 
 _STATE_PARAMETERS = 64
+# Of an optimiser the first steps are sampled, then one in some, and those where an epoch begins or
+# ends.
+_FIRST_STEPS = 64
+_ONE_IN = 16
+_AT_EPOCHS_ENDS = 2  # batches
 
 
 @dataclass(eq=False)
@@ -43,12 +48,16 @@ class OwnSum:
     square : the sum of the squares of all numbers of a single gradient; None for a sum of several.
     backwards : how many backward passes reached it since the last step or clearing.
     backward : the number of the latest of these in the process; -1 before the first.
+    used : samples of ``.grad`` at the latest update that was sampled; None before the first.
+    kept : whether ``.grad`` still held just that when this sum began; None where it was empty.
     """
 
     samples: Tensor | None = None
     square: Tensor | None = None
     backwards: int = 0
     backward: int = -1
+    used: Tensor | None = None
+    kept: Tensor | None = None
 
     def add(self, gradient: Tensor, held: Tensor | None, backward: int) -> None:
         """Add the gradient of one call of the hook.
@@ -58,6 +67,8 @@ class OwnSum:
         backward : the number of the backward pass, in which the hook may be called several times.
         """
         is_new = backward != self.backward
+        if is_new:
+            self._see_kept(held)
         samples = take(gradient)
         if self.samples is None or (is_new and held is None):
             self.square = square_norm(gradient)
@@ -76,6 +87,14 @@ class OwnSum:
         if is_new:
             self.backwards += 1
 
+    def _see_kept(self, held: Tensor | None) -> None:
+        """See at the first gradient of a sum whether ``.grad`` still holds the one used last."""
+        if held is None or self.used is None:
+            self.kept = None
+        elif not self.backwards:
+            before = take(held)
+            self.kept = (before == self.used).all() & (before != 0).any()
+
 
 class WatchedOptimizer:
     """The parameters of one optimiser, and what is known of its current step.
@@ -88,6 +107,7 @@ class WatchedOptimizer:
     written : how many of these are in a record ``params``.
     weighed : the step whose weights have been written; -1 before the first.
     clips : see the record ``step``.
+    unscaled : GradScaler has divided the gradients of this step by its scale.
     """
 
     def __init__(self, built: int, at: list[Any] | None) -> None:
@@ -99,6 +119,7 @@ class WatchedOptimizer:
         self.number: int | None = None
         self.tensors: dict[Tensor, str] = {}
         self.clips: list[list[Any]] = []
+        self.unscaled = False
 
 
 class GradientWatch:
@@ -119,10 +140,12 @@ class GradientWatch:
     _final : nothing can change these gradients before the update any more.
     _calls : the collectives since the last step.
     _scale : of GradScaler in this step, or 1.
+    _epoch : the training epoch that gave the latest batch, or None.
     """
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
+        self._epoch: Any = None
         self.known: Any = WeakTensorKeyDictionary()
         self.last_seconds = 0.0
         self.backward = 0
@@ -201,6 +224,26 @@ class GradientWatch:
                 continue  # another one's parameters: perhaps it lies within that one
             self._write_parameters(optimizer)
 
+    def batch_begin(self, epoch: Any) -> None:
+        """Remember which epoch the next batch is of."""
+        self._epoch = epoch
+
+    def ending(self) -> None:
+        """Write the weights with which the script ends, or which it is about to replace."""
+        for watched in list(self._of.values()):
+            if watched.number is not None:
+                self._write_weights(watched, last=True)
+
+    def _is_sampled(self, watched: WatchedOptimizer) -> bool:
+        """Return whether the numbers of an optimiser's current step are sampled."""
+        if watched.steps < _FIRST_STEPS or watched.steps % _ONE_IN == 0:
+            return True
+        if self._epoch is None:
+            return False
+        length = self._epoch.limit or self._epoch.loader.facts.batches
+        left = _AT_EPOCHS_ENDS if length is None else length - self._epoch.given
+        return bool(min(left, self._epoch.given) < _AT_EPOCHS_ENDS)
+
     def communicate(self, tensors: list[Tensor]) -> None:
         """Count the collectives of a step."""
         if tensors:
@@ -225,13 +268,27 @@ class GradientWatch:
         clip = [kind, _plain(limit), _plain(total_norm), self._calls, self._probe.place()]
         for watched in list(self._of.values()):
             if any(tensor in watched.tensors for tensor in tensors):
-                watched.clips.append(clip)
+                watched.clips.append([*clip, watched.unscaled])
 
     def scale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         """Note by what GradScaler has multiplied the loss of a step."""
         if getattr(scaler, "_scale", None) is not None:
             self._scale = float(scaler._scale)
         return original(scaler, *args, **kwargs)
+
+    def unscale(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:
+        """Note that GradScaler divides an optimiser's gradients by its scale."""
+        result = original(scaler, optimizer, *args, **kw)
+        if optimizer in self._of:
+            self._of[optimizer].unscaled = True
+        return result
+
+    def scaler_updates(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Forget the step that GradScaler may have left out: update() ends it."""
+        for watched in list(self._of.values()):
+            watched.unscaled = False
+            watched.clips = []
+        return original(*args, **kwargs)
 
     def watch_step(self, original: Any, _optimizer: Optimizer, step: Any) -> Any:
         """See the ``step`` of a class of the script's, which torch gets for its hooks."""
@@ -271,7 +328,7 @@ class GradientWatch:
         return result
 
     def _write_parameters(self, optimizer: Optimizer) -> None:
-        """Write the parameters that are new, and the weights unless this step's are written."""
+        """Write the parameters that are new, and the weights of a step that is sampled."""
         watched = self.of(optimizer)
         if watched.number is None:
             watched.number = next(self._next_number)
@@ -287,10 +344,17 @@ class GradientWatch:
                 rows=self._rows(watched, new),
             )
             watched.written = len(watched.tensors)
+        if self._is_sampled(watched):
+            self._write_weights(watched)
+
+    def _write_weights(self, watched: WatchedOptimizer, *, last: bool = False) -> None:
+        """Write the weights before the current step, unless they are written."""
         if watched.weighed < watched.steps:
             watched.weighed = watched.steps
             values = self._probe.samples(map(take, watched.tensors))
-            self._probe.record("weights", o=watched.number, step=watched.steps, values=values)
+            self._probe.record(
+                "weights", o=watched.number, step=watched.steps, values=values, last=last
+            )
 
     def register(self, module: Module, _name: str, tensor: Tensor | None) -> None:
         """Watch a parameter that a module gets, and remember the script's line that makes it."""
@@ -327,14 +391,27 @@ class GradientWatch:
         """
         self._final = final
         self._sampled = {}  # stays empty if the sampling fails
-        tensors = list(self._of[self._outermost].tensors)
-        scale = float(getattr(optimizer, "grad_scale", None) or 1)  # a fused one divides by it
-        self._sampled = {**self._sample_own(tensors), **self._sample_held(tensors, scale)}
+        watched = self._of[self._outermost]
+        tensors = list(watched.tensors)
+        self._sampled = {"micro": self._backwards(tensors), "kept": self._kept(tensors)}
+        if self._is_sampled(watched):
+            scale = float(getattr(optimizer, "grad_scale", None) or 1)  # a fused one divides by it
+            self._sampled.update(self._sample_own(tensors), **self._sample_held(tensors, scale))
+
+    def _backwards(self, tensors: list[Tensor]) -> int:
+        """Return how many backward passes have reached the parameters since the last step."""
+        owned = [self.known.get(tensor) for tensor in tensors]
+        return max((own.backwards for own in owned if own and own.samples is not None), default=0)
+
+    def _kept(self, tensors: list[Tensor]) -> int:
+        """Return of how many parameters ``.grad`` was not cleared since the last update."""
+        owned = [self.known.get(tensor) for tensor in tensors]
+        flags = [own.kept.reshape(1) for own in owned if own and own.kept is not None]
+        return int(sum(join(flags)))
 
     def _sample_own(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """Return the fields on this rank's own gradients: micro, own, own_norm."""
+        """Return the fields on this rank's own gradients: own, own_norm."""
         samples = []
-        backwards = 0
         squares = []
         for tensor in tensors:
             own = self.known.get(tensor)
@@ -345,10 +422,8 @@ class GradientWatch:
             else:
                 samples.append(own.samples)
                 squares.append(own.square)
-                backwards = max(backwards, own.backwards)
         all_single = all(square is not None for square in squares)
         return {
-            "micro": backwards,
             "own": self._probe.samples(samples),
             "own_norm": total(squares) if all_single else None,
         }
@@ -362,7 +437,11 @@ class GradientWatch:
             if held is None:
                 samples.append(_zeros(tensor))
             else:
-                samples.append(take(held) / scale)
+                values = take(held)
+                own = self.known.get(tensor)
+                if own is not None:
+                    own.used = values
+                samples.append(values / scale)
                 squares.append(square_norm(held))
         return {"got": self._probe.samples(samples), "got_norm": total(squares) / scale}
 
@@ -387,8 +466,10 @@ class GradientWatch:
             own = self.known.get(tensor)
             if own is not None:
                 own.backwards = 0
+                own.kept = None
         watched.steps += 1
         watched.clips = []
+        watched.unscaled = False
         self._calls = 0
         self._scale = 1.0
         self._probe.step = max(self._probe.step, watched.steps)
@@ -460,7 +541,12 @@ def watch(probe: Probe) -> None:
     clips = ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_")
     for owner in (importlib.import_module("torch.nn.utils.clip_grad"), torch.nn.utils):
         patch(owner, **dict.fromkeys(clips, watched.clip))
-    patch(getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), step=watched.scale)
+    patch(
+        getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler),
+        step=watched.scale,
+        unscale_=watched.unscale,
+        update=watched.scaler_updates,
+    )
     for optimizer in Optimizer.__subclasses__():  # torch's alone, so far
         patch(optimizer, step=watched.step)
 

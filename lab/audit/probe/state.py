@@ -6,7 +6,8 @@ of the events' names, of an object among ``probe.listeners``. The events, with t
 
 backward_begin (root tensors), backward_end (), communicate (tensors of a call that begins),
 ddp_forward (), step_begin (optimizer), step_end (optimizer), forward_begin (module), forward
-(module), batch_begin (epoch: its loader is asked for a batch). "forward" means an outermost call of
+(module), epoch_begin (epoch, torch's loader), batch_begin (epoch: its
+loader is asked for a batch), cut (), ending (). "forward" means an outermost call of
 a module that has parameters, with or without gradients. Steps are those of the outermost optimiser.
 An error in a listener is recorded as ``trouble`` and goes no further, so that the script goes on;
 only StopIteration, SystemExit and the like get through.
@@ -92,7 +93,12 @@ class Probe:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)  # patched: stopping.py writes the record
-        self.record("end", status=None, after_cut=False)
+        self.record_end(None)
+
+    def record_end(self, status: Any) -> None:
+        """Write the record ``end``, and before it what other parts know at the end."""
+        self.tell("ending")
+        self.record("end", status=status, after_cut=self.cutting, replaced=replaced())
 
     def record(self, kind: str, **fields: Any) -> None:
         """Write one record at once."""

@@ -1,12 +1,10 @@
-"""Ends the script in good order after ``steps`` updates, and records how it ends.
+"""Follows the script to its end, and records how it ends; ends one that goes on for too long.
 
-The cut follows the last of these updates; but if the first epoch ends within as many steps again on
-all ranks, it follows the first update of the next epoch: what happens between epochs is seen.
-After the cut every epoch ends by StopIteration once it has given two batches, so that the script
-goes on as after a whole one: it evaluates, and another epoch of the training loader shows its
-order. Then SystemExit follows, on all ranks at the same step; also after some further steps, and at
-once where no loader is used. A script that is still alive some seconds later is ended. Errors after
-the cut have the cut as their cause: they are recorded as such, and the exit status is 0.
+A script runs until it ends by itself, with the short epochs of pace.py. If it still trains after
+``MOST_SECONDS``, or after as many updates as the audit asks for, the cut comes: SystemExit before
+the same update on all ranks, which agree on it on the ``Board``. A script that is still alive some
+seconds later is ended. Errors after the cut have the cut as their cause: they are recorded as such,
+and the exit status is 0.
 
 Updates without communication do not count for a while: a rank may first train a model by itself.
 """
@@ -28,56 +26,50 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from .data import WatchedEpoch
-from .state import Probe, patch, replaced
+from .board import Board
+from .pace import Pace, group_size
+from .state import Probe, patch
 
-BATCHES_AFTER_CUT = 2
-STEPS_AFTER_CUT = 4
+MOST_SECONDS = 24.0  # of training
+FEWEST_STEPS = 8  # before the cut, however long they take
+STEPS_AHEAD = 2  # between the decision to cut and the cut: no rank is further ahead
 STEPS_AFTER_REPORT = 3  # so that a script that ends its loop by itself and reports is not cut
 BARRIER_SECONDS = 10.0
-BETWEEN_EPOCHS_SECONDS = 10.0
-IDLE_SECONDS = 60.0
 CLOCK_SECONDS = 30.0
 EXIT_SECONDS = 5.0
 # Updates without communication count only after this time, or this number of them.
 ALONE_SECONDS = 20.0
 ALONE_STEPS = 500
+_SILENT_STEPS = 6
 
 
 class Stopping:
-    """Counts steps and batches of this process, and ends it; records how it ends.
+    """Counts the updates of this process, and ends it; records how it ends.
 
-    steps : the updates after which the script is cut.
-    latest : the epoch that was asked for a batch last; None before the first.
-    evaluating : the last forward was without gradients.
-    epoch_ended : a training epoch has been ended after the cut.
+    steps : the updates after which the script is cut; None: after ``MOST_SECONDS``.
     done : the updates that count, of the optimiser that has done the most.
     counted, silent : by optimiser, its updates that count, and those since its last communication.
     spoke : the ranks have communicated since the last update.
     last_spoke : time.monotonic() when they did.
     by_hand : the script has no optimiser and updates its weights itself.
-    cut_step : ``done`` when the script was cut.
-    last_step, patience : time.monotonic() of the last step, of the cut or of the end, and the
-        seconds from then on after which the process is ended, once it is cut.
+    first_step : time.monotonic() of the first update; None before it.
+    patience : seconds after the cut in which the process may end.
     """
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Probe, board: Board) -> None:
         self.probe = probe
-        self.steps = int(probe.settings.get("steps") or 6)
-        if probe.settings.get("clocks"):
+        self.board = board
+        self.steps: int | None = probe.settings.get("steps")
+        if self.steps is not None and probe.settings.get("clocks"):
             self.steps += STEPS_AFTER_REPORT
-        self.latest: WatchedEpoch | None = None
-        self.evaluating = False
-        self.epoch_ended = False
         self.by_hand = False
         self.done = 0
         self.counted: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.silent: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.spoke = False
         self.last_spoke = time.monotonic()
-        self.last_step = 0.0
-        self.patience = IDLE_SECONDS
-        self.cut_step = 0
+        self.first_step: float | None = None
+        self.patience = EXIT_SECONDS
         probe.listeners.append(self)
         patch(os, _exit=self.exit_at_once)
         patch(sys, excepthook=self.fail_in_main)
@@ -93,29 +85,31 @@ class Stopping:
         It does if it has done enough backwards, and no optimiser exists.
         """
         backwards = self.probe.gradients.backward
-        if backwards == self.steps and self.probe.step == 0:
+        enough = min(FEWEST_STEPS, self.steps or FEWEST_STEPS)
+        if backwards == enough and self.probe.step == 0:
             self.by_hand = not any(issubclass(type(held), Optimizer) for held in gc.get_objects())
         if self.by_hand:
             self.probe.step = self.done = backwards
-            self.cut_if_enough()
+            self.first_step = self.first_step or time.monotonic()
 
     def step_end(self, optimizer: Any) -> None:
         """Count the update: at once if the ranks communicated before it, else when they do again.
 
-        More updates without communication than ``steps`` train something else, and never count;
-        unless nothing else comes.
+        More updates without communication than a few train something else, and never count; unless
+        nothing else comes.
         """
         silent = self.silent.get(optimizer, 0) + 1
         counted = self.counted.get(optimizer, 0)
         waited = time.monotonic() > self.last_spoke + ALONE_SECONDS or silent > ALONE_STEPS
         if self.spoke or waited or self.speaks_unseen():
-            counted += silent if waited or silent <= self.steps else 1
+            counted += silent if waited or silent <= _SILENT_STEPS else 1
             silent = 0
         self.counted[optimizer] = counted
         self.silent[optimizer] = silent
         self.spoke = False
         self.done = max(self.done, counted)
-        self.cut_if_enough()
+        if self.first_step is None and self.done:
+            self.first_step = time.monotonic()
 
     def communicate(self, tensors: list[torch.Tensor]) -> None:
         """Note that the ranks exchange tensors."""
@@ -131,101 +125,51 @@ class Stopping:
         """Return whether the ranks may communicate unseen, or there is no other rank."""
         return group_size() < 2 or bool(self.probe.noted & {"fsdp", "mesh"})
 
-    def cut_if_enough(self) -> None:
-        """Cut after ``steps`` updates, or up to twice as many if the first epoch ends soon."""
-        self.last_step = time.monotonic()
-        enough = self.done >= self.steps and not self.first_epoch_ends_soon()
-        if enough or self.done > 2 * self.steps:
-            self.cut()
-
-    def first_epoch_ends_soon(self) -> bool:
-        """Return whether at most ``steps`` batches are left of the first epoch that trains.
-
-        All ranks have to agree, so the sampler has to be one that gives all equally many.
-        """
-        epoch = self.latest
-        if epoch is None or epoch.over or len(epoch.loader.trained()) != 1:
-            return False
-        facts = epoch.loader.facts
-        if facts.batches is None or facts.replicas is None:
-            return False
-        return facts.batches - epoch.given <= self.steps
-
-    def cut(self) -> None:
-        """Begin to end the script, unless this has been done."""
-        if not self.probe.cutting:
-            self.probe.cutting = True
-            self.cut_step = self.done
-            self.probe.record("cut", step=self.probe.step, replaced=replaced())
-            self.last_step = time.monotonic()
-            threading.Thread(target=self.end_late, name="lab audit", daemon=True).start()
-
-    def cut_if_overdue(self) -> None:
-        """Cut if the script has done enough steps, and no further one for a while."""
-        idle = time.monotonic() > self.last_step + BETWEEN_EPOCHS_SECONDS
-        if idle and self.done >= self.steps:
-            self.cut()
-
-    def batch_begin(self, epoch: WatchedEpoch) -> None:
-        """Let the script have a batch, or raise StopIteration or SystemExit.
-
-        Before the cut it gets every batch. After it StopIteration ends each epoch with two batches,
-        and SystemExit the script once two training epochs have shown their order.
-        """
-        self.cut_if_overdue()
-        self.latest = epoch
-        if not self.probe.cutting:
-            return
-        trained = epoch.loader.trained()
-        trains = bool(trained) and (epoch.trains or not self.evaluating)
-        shown = [past for past in trained if past.given >= BATCHES_AFTER_CUT]
-        if trains and self.epoch_ended and len(shown) >= 2:
-            self.end()
-        if epoch.over or epoch.given >= BATCHES_AFTER_CUT:
-            self.epoch_ended |= trains
-            raise StopIteration
-
-    def forward(self, module: torch.nn.Module) -> None:
-        """Note what the batches are for, and end a training loop that takes none from a loader."""
-        self.cut_if_overdue()
-        self.evaluating = not torch.is_grad_enabled()
-        if module.training and not self.evaluating:
+    def backward_begin(self, *_: Any) -> None:
+        """Cut a script that updates its weights by hand."""
+        if self.by_hand:
             self.step_begin(None)
 
-    def step_begin(self, optimizer: Any) -> None:
-        """After the cut, raise SystemExit: at once without a loader, else some steps later."""
-        if not self.probe.cutting:
-            return
-        if self.latest is None or self.done >= self.cut_step + STEPS_AFTER_CUT:
-            self.end()
+    def step_begin(self, _optimizer: Any) -> None:
+        """Cut the script before an update if it has gone on for long enough."""
+        last = self.steps if self.steps is not None else self.agreed_last()
+        if last is not None and self.done >= last:
+            self.cut()
 
-    def end(self) -> None:
+    def agreed_last(self) -> int | None:
+        """Return after how many updates all ranks are cut; None if they go on."""
+        overdue = self.first_step and time.monotonic() > self.first_step + MOST_SECONDS
+        if overdue and self.done >= FEWEST_STEPS:
+            return int(self.board.decide("last step", self.done + STEPS_AHEAD))
+        decided = self.board.decided("last step")
+        return None if decided is None else int(decided)
+
+    def cut(self) -> None:
         """Raise SystemExit as soon as every rank has come so far, or after ``BARRIER_SECONDS``.
 
-        Each rank tells the others by a file, since collectives are the script's. Without a group no
-        rank waits for another.
+        Without a group no rank waits for another.
         """
-        size = group_size()
-        folder = self.probe.folder
-        (folder / f"ready-{os.getpid()}").touch()
-        limit = time.monotonic() + BARRIER_SECONDS
-        while len(list(folder.glob("ready-*"))) < size and time.monotonic() < limit:
-            time.sleep(0.02)
-        self.last_step = time.monotonic()
-        self.patience = CLOCK_SECONDS if self.probe.settings.get("clocks") else EXIT_SECONDS
+        if not self.probe.cutting:
+            self.probe.cutting = True
+            self.probe.record("cut", step=self.probe.step)
+            self.probe.tell("cut")
+            if self.probe.settings.get("clocks"):
+                self.patience = CLOCK_SECONDS
+            self.board.note("cut", self.done)
+            self.board.notes("cut", awaited=group_size(), seconds=BARRIER_SECONDS)
+            threading.Thread(target=self.end_late, name="lab audit", daemon=True).start()
         raise SystemExit(0)
 
     def end_late(self) -> None:
-        """Run in a thread after the cut: end the process when it has done no step for too long."""
-        while time.monotonic() < self.last_step + self.patience:
-            time.sleep(0.1)
+        """Run in a thread after the cut: end the process when it has not ended by itself."""
+        time.sleep(self.patience)
         self.probe.end()
 
     # --- the process ---
 
     def exit_at_once(self, original: Callable[..., Any], status: int) -> None:
         """See os._exit, with which forked processes end."""
-        self.probe.record("end", status=status, after_cut=self.probe.cutting)
+        self.probe.record_end(status)
         original(status)
 
     def fail_in_main(self, original: Callable[..., Any], kind: Any, error: Any, trace: Any) -> None:
@@ -261,17 +205,12 @@ class Stopping:
             type=type(error).__name__,
             message=str(error),
             at=self.probe.place(frames[::-1]),
-            after_cut=self.probe.cutting,
+            after_cut=self.probe.cutting or bool(self.board.notes("cut")),
         )
 
 
-def group_size() -> int:
-    """Return the number of ranks in the group of all; 0 without one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 0
-
-
 def watch(probe: Probe) -> None:
-    """Watch for the step at which the script is to end, and for errors."""
-    Stopping(probe)
+    """Shorten slow epochs, watch for errors, and for the end."""
+    board = Board(probe.folder)
+    Pace(probe, board)
+    Stopping(probe, board)

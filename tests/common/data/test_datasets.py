@@ -504,6 +504,15 @@ def test_wrong_bytes_from_a_mirror_are_refused(fake, tmp_path):
         assert _load(tmp_path / "other", server.url) == fake.digest
 
 
+def test_a_mirror_that_sends_without_end_is_left(fake, tmp_path, monkeypatch):
+    """Else its bytes would fill the disk."""
+    monkeypatch.setattr(cifar, "_MOST_BYTES", 1000)
+    with _Server(bytes(3_000_000), length=False) as server:
+        _says_the_ways_out(_load(tmp_path, server.url), server.url, "more than 1 kB came")
+    assert (tmp_path / ARCHIVE).stat().st_size < 1_000_000
+    assert not (tmp_path / BASE).exists()
+
+
 @pytest.mark.parametrize("mirror", [None, "ftp", "http://[::1/", "http://127.0.0.1:{port}/a b"])
 def test_offline_says_the_ways_out(mirror, fake, tmp_path):
     """Without a server or a valid URL, one line says what is missing, where, and what to do."""

@@ -18,9 +18,9 @@ def test_a_right_script_and_its_json(tmp_path, audit):
     files = ("--json", "a.json", "--html", "a.html")
     status, out, _ = audit(*files, "--keep", "kept", "--", *words)
     assert status == 0, out
-    assert out.startswith("Right: no fault was found.\n")
+    assert out.startswith("Right: no fault in ")
     flat, version = " ".join(out.split()), platform.python_version()
-    assert f"Watched 12 steps on 2 and 3 ranks, with Python {version} (" in flat
+    assert f"Watched 20 steps in 2 epochs on 2 and 3 ranks, with Python {version} (" in flat
     assert "gradients: yes — the ranks start equal" in flat
     assert "each epoch covers the dataset once (240 samples)" in flat
     assert len(out.splitlines()) < 50

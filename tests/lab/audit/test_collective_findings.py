@@ -7,6 +7,7 @@ from lab.audit.findings.collectives import check
 from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.recording import Recording
 from lab.audit.result import verdict
+from tests.helpers.audited import unseen
 from tests.lab.audit.recordings import Rank, train
 
 AT = ["train.py", 9, "loss.backward()"]
@@ -57,7 +58,7 @@ def test_equal_calls_are_right_and_counted_by_step():
     three_a_step = [event(step=step) for step in range(4) for _ in range(3)]
     (observed,) = examine(three_a_step, three_a_step)
     assert isinstance(observed, Right)
-    assert "in the watched steps, 3 a step" in observed.text
+    assert "in the same order, 3 a step" in observed.text
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_who_is_waited_for(first, second, hung, expected):
 def test_a_rank_that_vanishes_or_works_leaves_it_open(first, hung, word):
     (observed,) = examine(first, KILLED, hung=hung)
     assert isinstance(observed, Unknown)
-    assert observed.text.startswith("gradients: ")
+    assert observed.of == "collectives"
     assert "rank 1" in observed.text
     assert word in observed.text
 
@@ -141,7 +142,7 @@ def test_a_failure_of_the_probe_is_said(part, answer):
     recording = train()
     recording.ranks[1].record("trouble", part=part, text="Traceback:\nKeyError: 'x'")
     checked = run_checks([recording])
-    assert verdict([recording], checked.findings, checked.unknown).answer == answer
+    assert verdict([recording], checked.findings, checked.properties).answer == answer
     assert [
-        one for one in checked.unknown if part in one and "KeyError: 'x'" in one and "itself" in one
+        one for one in unseen(checked) if part in one and "KeyError: 'x'" in one and "itself" in one
     ]

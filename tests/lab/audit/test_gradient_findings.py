@@ -1,5 +1,7 @@
 """lab/audit/findings: what the optimisers get, told from records with known gradients."""
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from lab.audit.findings import run_checks, without_explained
 from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.findings.gradients import check as check_gradients
 from lab.audit.findings.gradients import resolve
+from lab.audit.findings.properties import property_rows
 from lab.audit.findings.weights import check as check_weights
 from lab.audit.findings.where import exchanges
 from lab.audit.records import Backward
@@ -18,8 +21,12 @@ def told(recording):
     """Return the names of what is found, and the verdict, whatever other checks find."""
     outcomes = [*check_gradients(recording), *check_weights(recording)]
     found = without_explained([one for one in outcomes if isinstance(one, Finding)])
-    unknown = [one.text for one in outcomes if isinstance(one, Unknown)]
-    return [one.name for one in found], verdict([recording], found, unknown).answer
+    unseen = defaultdict(list)
+    for one in outcomes:
+        if isinstance(one, Unknown):
+            unseen[one.of].append(one.text)
+    rows = property_rows({}, unseen, {})
+    return [one.name for one in found], verdict([recording], found, rows).answer
 
 
 def findings(*recordings):
@@ -317,7 +324,7 @@ def test_an_optimiser_whose_gradients_nobody_saw_is_named():
         one.record("params", o=1, built=0, rows=[row])
         fields = {"own": [0, 0], "got": [0, 0], "optimizer": "SGD", "scale": 1, "clips": []}
         one.record("step", o=1, step=0, lr=[0.1], settings={}, **fields)
-    outcomes = [*check_gradients(recording)]
+    outcomes = [one for one in check_gradients(recording) if one.of == "gradients"]
     assert [type(one) for one in outcomes] == [Right, Unknown]
     assert "critic.weight" in outcomes[1].text
     assert told(recording)[1] == "cannot tell"
@@ -334,17 +341,20 @@ def test_run_checks_merges_and_leaves_out_what_follows():
     wrong, right = [train(nothing_sent, size=size, steps=size) for size in (2, 3)], train(size=4)
     del right.ranks[0].of(Backward)[0].micro
     checked = run_checks([*wrong, right])
-    found, said, unknown = checked.findings, checked.right, checked.unknown
+    found = checked.findings
+    rows = {row.name: row for row in checked.properties}
     assert [(one.name, one.sizes) for one in found] == [
         ("own-gradient", (2, 3)),
         ("batch-grows", (2, 3, 4)),
     ]
     assert [one[-17:] for one in found[0].evidence] == ["(in 2 of 2 steps)", "(in 3 of 3 steps)"]
-    assert said[1] == "all ranks start from the same weights"
-    assert said[-1].endswith("(on 4 ranks)")
-    failed = "not checked, because the records could not be read (AttributeError: "
-    assert failed in unknown[-1]
-    assert "'micro'" in unknown[-1]
+    assert rows["weights"].said[0] == "all ranks start from the same weights"
+    assert rows["gradients"].state == "broken"
+    assert rows["gradients"].said[-1].endswith("(on 4 ranks)")
+    assert rows["samples"].state == "not seen"
+    failed = [text for row in checked.properties for text in row.said if "be read" in text]
+    assert "(AttributeError: " in failed[-1]
+    assert "'micro'" in failed[-1]
 
 
 def test_barriers_are_no_exchange():

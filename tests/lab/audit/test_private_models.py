@@ -57,7 +57,7 @@ def also_trains(recording, ranks, *, got=lambda own: own, inputs=lambda rank: 7,
 def answer(recording):
     shared = shared_part(recording)
     checked = run_checks([shared])
-    told = verdict([shared], checked.findings, checked.unknown).answer
+    told = verdict([shared], checked.findings, checked.properties).answer
     return told, [finding.name for finding in checked.findings], shared.set_aside
 
 
@@ -126,7 +126,7 @@ def test_ranks_that_exchange_no_gradients_may_compute_one_model():
                 record.within = "forward"
     assert possible(recording) == ([], [("own-gradient", "the ranks are replicas")])
     checked = run_checks([recording])
-    assert verdict([recording], checked.findings, checked.unknown).answer == "cannot tell"
+    assert verdict([recording], checked.findings, checked.properties).answer == "cannot tell"
 
 
 def test_replicas_are_told_by_exchanged_gradients_that_nobody_uses():

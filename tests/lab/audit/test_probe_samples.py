@@ -63,7 +63,7 @@ def audit(script, folder, *, status=0, cold=False, **options):
     cold : in new interpreters; forks of the test server start workers, and fail, in another way.
     """
     start = start_process if cold else start_forked
-    end = run_script(folder, START + script, start=start, steps=STEPS, **options)
+    end = run_script(folder, START + script, start=start, **{"steps": STEPS} | options)
     assert {*end.statuses} == {status}, end.output(0)
     return end
 
@@ -83,23 +83,31 @@ for epoch in range(3):
     for x, y in loader:
         step(x, y)
 """
-    end = audit(script, tmp_path, size=2, cold=workers > 0)
+    end = audit(script, tmp_path, size=2, cold=workers > 0, steps=None)
     ranks, every, hashes = end.recording.ranks, [], set()
     for rank in ranks:
-        batches = indices(rank, 0)
+        epochs = [indices(rank, epoch) for epoch in range(3)]
         given = json.loads(end.output(rank.rank).splitlines()[-1])
-        assert given == [*batches, *indices(rank, 1)]
-        assert (len(batches), len(indices(rank, 1))) == (STEPS, 2)
-        assert [one.epoch for one in rank.of(Trained)] == [0, 1]
-        rests = [one.indices for one in rank.of(Rest) if one.epoch == 0]
-        every += [index for several in (*batches, *rests) for index in several]
+        assert given == [*epochs[0], *epochs[1], *epochs[2]]
+        assert [len(epoch) for epoch in epochs] == [12, 12, 12]
+        assert [one.epoch for one in rank.of(Trained)] == [0, 1, 2]
+        assert rank.of(Cut) == rank.of(Rest) == []
+        every += [index for several in epochs[0] for index in several]
         rows = [(one.indices, one.contents) for one in rank.of(Batch)]
         hashes |= {pair for row in rows for pair in zip(*row, strict=True)}
     assert sorted(every) == list(range(48))
-    assert indices(ranks[0], 0)[:2] != indices(ranks[0], 1)
+    assert indices(ranks[0], 0)[:2] != indices(ranks[0], 1)[:2]
     assert len(hashes) == len({i for i, _ in hashes}) == len({code for _, code in hashes})
     (content,) = {one.content for rank in ranks for one in rank.of(Loader)}
     assert content
+
+
+def test_a_cut_epoch_tells_what_was_left(tmp_path):
+    (rank,) = audit("for x, y in DataLoader(data, 4): step(x, y)", tmp_path).recording.ranks
+    drawn = [index for batch in indices(rank, 0) for index in batch]
+    (rest,) = [one.indices for one in rank.of(Rest)]
+    assert drawn + rest == list(range(48))
+    assert len(rank.of(Step)) == STEPS
 
 
 class Held:
@@ -166,7 +174,7 @@ def test_the_rows_of_a_batch_are_its_samples():
     assert contents_of(["a"] * 4, 4) is None
 
 
-def test_evaluation_gives_two_batches_after_the_cut(tmp_path):
+def test_evaluations_are_told_from_training(tmp_path):
     script = """
 train, test = DataLoader(data, 4, shuffle=True), DataLoader(Subset(data, range(40)), 4)
 print("before", evaluate(test))
@@ -174,16 +182,15 @@ for epoch in range(2):
     for x, y in train: step(x, y)
     print("after", evaluate(test), evaluate(train))
 """
-    (rank,) = audit(script, tmp_path).recording.ranks
+    (rank,) = audit(script, tmp_path, steps=None).recording.ranks
     by_loader = {one.length: one.number for one in rank.of(Loader)}
-    assert len(indices(rank, 0, loader=by_loader[40])) == 10
-    assert len(indices(rank, 1, loader=by_loader[40])) == 2
+    assert [len(indices(rank, epoch, loader=by_loader[40])) for epoch in range(3)] == [10] * 3
     assert {one.loader_number for one in rank.of(Trained)} == {by_loader[48]}
     assert [one.epoch for one in rank.of(Trained)] == [0, 2]
-    assert len(rank.of(Step)) == STEPS + 2
-    assert [one.step for one in rank.of(Evaluation)] == [STEPS]
+    assert len(rank.of(Step)) == 24
+    assert [one.step for one in rank.of(Evaluation)] == [12, 24]
     assert rank.of(Evaluation)[0].batchnorm_layers == 1
-    assert len(rank.of(RandomForward)) == STEPS + 2
+    assert len(rank.of(RandomForward)) == 24
 
 
 LOOPS = {
@@ -238,7 +245,7 @@ def test_every_loop_ends_in_good_order(loop, cold, tmp_path):
     script = f"loader = DataLoader(data, 4, shuffle=True)\n{loop}"
     (rank,) = audit(script, tmp_path, cold=cold).recording.ranks
     assert len(rank.of(Cut)) == 1
-    assert STEPS <= len(rank.of(Backward)) <= STEPS + 4
+    assert STEPS <= len(rank.of(Backward)) <= STEPS + 1
     assert all(one.after_cut for one in (*rank.of(Error), rank.of(ProcessEnd)[-1]))
 
 

@@ -35,7 +35,7 @@ def test_numbers_that_json_lacks_are_read():
         ("3", TypeError, "Expected `object`"),
         ('{"t": 0}', TypeError, "missing required field `k`"),
         ('{"k": "party", "t": 0}', TypeError, "Invalid value 'party'"),
-        ('{"k": "cut", "t": 0, "step": 6}', TypeError, "missing required field `replaced`"),
+        ('{"k": "cut", "t": 0}', TypeError, "missing required field `step`"),
         ('{"k": "group", "t": 0, "rank": []}', TypeError, "Expected `int`, got `array`"),
         ('{"k": "mesh", "t": 0, "at": ["main.py"]}', TypeError, "at least length 3, got 1"),
     ],

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from lab.audit.findings.finding import Finding, catalogue
+from lab.audit.findings.properties import PropertyRow
 from lab.audit.performance import Performance, StrategyStep
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import CodeLine
@@ -39,7 +40,11 @@ SUM = Finding(
     CodeLine("main.py", 52, "optimizer.step()"),
     sizes=(2, 3),
 )
-ORDER = "the order of epochs: only one epoch was seen"
+ORDER = PropertyRow("order", "not seen", ["only one epoch was seen"])
+HELD = (
+    PropertyRow("weights", "held", ["the ranks start from equal weights"]),
+    PropertyRow("samples", "held", ["every rank trains on different samples"]),
+)
 
 
 WRONG = AuditResult(  # of a script that sums, with a notice and something unknown
@@ -52,8 +57,7 @@ WRONG = AuditResult(  # of a script that sums, with a notice and something unkno
     verdict=EqualityVerdict(
         "no", "gradients are added up, but not divided by the number of ranks (2 and 3 ranks)"
     ),
-    right=("every rank trains on different samples", "the ranks start from equal weights"),
-    unknown=(ORDER,),
+    properties=(*HELD, ORDER),
     remarks=("What the script printed is cut after 6 steps",),
     performance=PERFORMANCE,
 )
@@ -90,15 +94,13 @@ FAULT: Gradients are added up, but not divided by the number of ranks (2 and 3 r
   cure  CURE
   sure  certain
 
-Checked and right:
-- every rank trains on different samples
-- the ranks start from equal weights
+What was looked at:
+held     the ranks start with equal weights and keep them equal: the ranks start from equal weights
+held     the ranks train on different samples: every rank trains on different samples
+not seen every epoch has another order: only one epoch was seen
 
 Notices (details: --json or --html):
 - BatchNorm's running statistics differ between ranks (3 ranks)
-
-Could not be checked:
-- the order of epochs: only one epoch was seen
 
 Speed:
 - 20 ms a step on 3 ranks; exposed communication 5 ms (25 % of a step); a rank sends 1 MB a step, at
@@ -118,11 +120,11 @@ def test_the_terminal_shows_one_screen_in_the_order_that_matters():
 
 
 def test_a_right_script_has_no_heading_without_content():
-    right = replace(WRONG, findings=(), verdict=EqualityVerdict("yes", "x"), unknown=())
+    right = replace(WRONG, findings=(), verdict=EqualityVerdict("yes", "x"), properties=HELD)
     text = printed(replace(right, performance=None, remarks=()))
-    assert text.startswith("Right: no fault was found.\nSame updates as")
+    assert text.startswith("Right: no fault in 1 step on 2 and 3 ranks, to the program's end.\n")
     assert ": yes — x.\n" in text
-    assert not re.search("FAULT|Notices|Could not|Speed|Replay", text)
+    assert not re.search("FAULT|Notices|not seen|Speed|Replay", text)
 
 
 SAME, BYPASSED, WAITS = (
@@ -139,7 +141,7 @@ EQUAL, UNSURE = EqualityVerdict("yes", "equal"), EqualityVerdict("cannot tell", 
         ((SAME,), EQUAL, Failure("x"), "wrong: several ranks train on the same samp", 1),
         ((replace(BYPASSED, sure="likely"), SAME), UNSURE, None, "wrong: several ranks train", 1),
         ((replace(BYPASSED, sure="likely"),), UNSURE, None, "probably wrong: DistributedData", 1),
-        ((), EQUAL, None, "right", 0),
+        ((), EQUAL, None, "no fault in what was watched on 2 and 3 ranks. Not seen: whether", 2),
         # Before the first step only what explains the failure counts.
         ((SAME,), UNSURE, Failure("before"), "could not be run: before", 2),
         ((WAITS, SAME), UNSURE, Failure("before"), "wrong: the ranks do not call", 1),
@@ -162,20 +164,21 @@ def test_the_first_line_is_the_gravest_thing_known(
 
 
 def test_a_script_that_failed_has_no_verdict_unless_a_fault_is_known():
-    unknown = ("gradients: one rank alone has nothing to average",)
+    unknown = [PropertyRow("gradients", "not seen", ["one rank alone has nothing to average"])]
     answer = verdict((Recording(2, []),), (), unknown, failure=Failure("x"))
     assert (answer.answer, answer.why[:27]) == ("cannot tell", "the script could not be run")
     assert verdict((Recording(2, []),), (BYPASSED,), unknown, failure=Failure("x")).answer == "no"
 
 
 def test_a_failed_run_a_fault_of_the_probe_and_a_stack(tmp_path):
-    own = f"gradients: {OWN_FAULT}, losses, failed (KeyError: 1)"
+    own = f"{OWN_FAULT}, losses, failed (KeyError: 1)"
+    failed = PropertyRow("gradients", "not seen", [own])
     stack = Finding("collectives-differ", ("rank 0 waits here:\n  main.py:7: dist.barrier()",))
     line = CodeLine("main.py", 7, "model.cuda()")
     failure = Failure(
         "\x1b[1m<out>\x1b[0m of memory.", "stopped", line, "Why.", "Cure.", "Advice.", "no_gpu"
     )
-    result = replace(WRONG, failure=failure, unknown=(own, ORDER), findings=(stack,))
+    result = replace(WRONG, failure=failure, properties=(failed, ORDER), findings=(stack,))
     text, page, content = shown(result, tmp_path)
     told = "stopped: <out> of memory. Why. Advice."
     assert f"Incomplete: {told}" in text
@@ -201,7 +204,7 @@ def test_the_scripts_text_is_shown_and_never_obeyed(tmp_path):
         WRONG,
         command=HOSTILE,
         findings=(hostile,),
-        unknown=(HOSTILE + "\udc80",),
+        properties=[PropertyRow("order", "not seen", [HOSTILE + "\udc80"])],
         verdict=EqualityVerdict("no", HOSTILE),
     )
     text, page, content = shown(result, tmp_path)
@@ -212,13 +215,13 @@ def test_the_scripts_text_is_shown_and_never_obeyed(tmp_path):
     assert "&lt;script&gt;" in page
     assert "{{ 7*7 }}" in page
     plain = HOSTILE.replace("\x1b", " ").replace("\u202e", " ")
-    assert content["unknown"] == [f"{plain} "]
+    assert content["properties"][0]["said"] == [f"{plain} "]
 
 
 def test_the_json_has_stable_names_and_the_page_all_evidence(tmp_path):
     performance = msgspec.structs.replace(PERFORMANCE, seconds=0.5, exposed_seconds=float("nan"))
     _, page, content = shown(replace(WRONG, performance=performance), tmp_path)
-    assert (content["format"], content["what"]) == (1, "audit of data-parallel-lab")
+    assert (content["format"], content["what"]) == (2, "audit of data-parallel-lab")
     assert (content["verdict"]["answer"], content["status"]) == ("no", 1)
     first, second = content["findings"]
     assert (first["name"], first["severity"]) == ("sum-not-mean", "fault")

@@ -30,7 +30,7 @@ AUDIT = {
     "diagnosis": None,
     **{"verdict": {"question": "", "answer": "yes", "why": ""}, "performance": None},
     **{"versions": {"python": "", "executable": "", "torch": ""}, "findings": []},
-    **{key: [] for key in ("possible", "right", "unknown", "remarks")},
+    **{key: [] for key in ("possible", "properties", "remarks")},
     "runs": [{"ranks": ranks, "asked_ranks": ranks, "steps": 6, "hung": False} for ranks in (2, 3)],
 }
 ENTRY = {
@@ -53,10 +53,27 @@ ANSWERS = {  # by script: findings, other facts, and the marks for 6 points
     "accepted": ({"clipped-before-averaging": "certain"}, {"status": 1}, "6"),
     "hidden": (
         {"clipped-before-averaging": "certain"},
-        {"status": 1, "unknown": ["gradients: 1.2 times the mean"]},
+        {
+            "status": 1,
+            "properties": [{"name": "gradients", "state": "not seen", "said": ["1.2 times"]}],
+        },
         "",
     ),
-    "unclear": ({"different-start": "certain"}, {"status": 2}, ""),
+    "unclear": (
+        {"different-start": "certain"},
+        {"status": 2, "verdict": {"question": "", "answer": "cannot tell", "why": ""}},
+        "",
+    ),
+    "not-asked": (
+        {},
+        {"status": 2, "properties": [{"name": "coverage", "state": "not seen", "said": ["x"]}]},
+        "6",
+    ),
+    "not-seen": (
+        {},
+        {"status": 2, "properties": [{"name": "weights", "state": "not seen", "said": ["x"]}]},
+        "",
+    ),
     "no-runs": ({}, {"runs": []}, ""),
     "doubted": ({"sum-not-mean": "certain"}, {"status": 1, "doubts": ["forged"]}, ""),
     "right": ({}, {}, "6"),
@@ -400,3 +417,17 @@ def test_every_fault_has_its_lesson():
     for lesson in lessons:
         title, page = lesson.removesuffix(")").split(" (")
         assert (ROOT / page).read_text().startswith(f"# {title}\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_where_an_ordinary_user_cannot_run_parts_the_page_says_that_root_did(
+    grade, ran, tasks, tmp_path
+):
+    (tmp_path / "data").mkdir(mode=0o700)
+    rubric = RUBRIC.replace("memory_gb = 3", 'memory_gb = 3\nmounts.data = "data"')
+    seen = grade({"ada": BOTH}, "--no-sandbox", rubric=rubric)
+    assert "the submissions run as root" in seen.said
+    assert f"{tmp_path}/data" in seen.said
+    assert seen.rows["ada"]["total"] == "10"
+    assert "They ran as root" in (tmp_path / "out/class.html").read_text()
+    assert [task.as_user for task in tasks] == [False, False]
