@@ -6,7 +6,7 @@ equal samples only if the ranks hold the same data, see ``epochs.same_data``.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, combinations, pairwise, takewhile
 from math import gcd
@@ -131,7 +131,15 @@ def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None
     data = same_data(one, other)
     if same and _targets_never_agree(one.records, other.records):
         data = None if data else False
-    if mine and theirs and (not both or data is False):
+    differs = not both or data is False
+    if differs and data is not True and _share_contents(mine, theirs):
+        return Unknown(
+            "samples",
+            f"whether ranks {one.rank} and {other.rank} train on different samples: their indices "
+            "differ, but in an epoch both get samples of equal content, as from datasets that each "
+            "rank shuffles by itself",
+        ), data
+    if mine and theirs and differs:
         return Right("samples", "every rank trains on different samples"), data
     if not same:
         return None, data
@@ -143,6 +151,14 @@ def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None
             "the audit cannot tell whether they index the same data",
         ), data
     return _same_samples(ranks, both, one.facts.line), data
+
+
+def _share_contents(mine: Mapping[Drawn, Hashable], theirs: Mapping[Drawn, Hashable]) -> bool:
+    """Return whether two ranks get many samples of equal content in one epoch."""
+    one = {(epoch, content) for (epoch, *_), content in mine.items() if content is not None}
+    other = {(epoch, content) for (epoch, *_), content in theirs.items() if content is not None}
+    mostly_different = 2 * len(one) > len(mine)
+    return mostly_different and len(one & other) > len(one) / 10
 
 
 def _same_samples(ranks: str, drawn: Sequence[Drawn], line: CodeLine | None) -> Finding:
