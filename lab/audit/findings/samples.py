@@ -158,7 +158,7 @@ def _share_contents(mine: Mapping[Drawn, Hashable], theirs: Mapping[Drawn, Hasha
     one = {(epoch, content) for (epoch, *_), content in mine.items() if content is not None}
     other = {(epoch, content) for (epoch, *_), content in theirs.items() if content is not None}
     mostly_different = 2 * len(one) > len(mine)
-    return mostly_different and len(one & other) > len(one) / 10
+    return mostly_different and len(one & other) > len(one) / 20
 
 
 def _same_samples(ranks: str, drawn: Sequence[Drawn], line: CodeLine | None) -> Finding:

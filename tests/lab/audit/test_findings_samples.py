@@ -186,3 +186,13 @@ def test_without_a_loader_the_inputs_tell(inputs, targets, expected):
             loss, forwards = LOSS | {"target_hash": target}, [[8, given, "ddp"]]
             one.record("backward", step=step, micro=0, forwards=forwards, loss=loss)
     assert names(Recording(2, ranks)) == expected
+
+
+def test_equal_contents_under_other_indices_are_not_called_different_samples():
+    """As where each rank shuffles its list before the sampler divides it."""
+    shuffled = [random.Random(rank).sample(range(960), 960) for rank in range(2)]
+    steps = {"content": lambda rank, index: shuffled[rank][index], "second": 2}
+    of_own = load(right, lambda rank: {"content": rank}, **steps)
+    for recording in (load(right, **steps), of_own):
+        assert "different samples" not in texts(recording, Right)
+        assert "equal content" in texts(recording, Unknown)
