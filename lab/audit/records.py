@@ -257,6 +257,7 @@ class Clip(msgspec.Struct, array_like=True):
     """A call that clips gradients; ``limit`` and ``norm`` are None where they are no plain number.
 
     collectives : the calls that this step had before it.
+    unscaled : GradScaler had divided the gradients by its scale.
     """
 
     kind: Literal["norm", "value"]
@@ -264,6 +265,7 @@ class Clip(msgspec.Struct, array_like=True):
     norm: float | None
     collectives: int
     at: CodeLine | None
+    unscaled: bool = False
 
 
 class Step(OptimizerRecord, tag="step"):
@@ -276,6 +278,7 @@ class Step(OptimizerRecord, tag="step"):
     clips: list[Clip]
     at: CodeLine | None
     micro: int = 0
+    kept: int = 0
     own: Samples | None = None
     got: Samples | None = None
     own_norm: float | None = None

@@ -91,6 +91,7 @@ def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
             " hold different parameters in it, or copies of those that backward() fills",
         )
         return
+    yield from _own_updates(replicas, whose, updates)
     telling = _telling(updates)
     if not telling:
         yield Unknown(
@@ -99,11 +100,96 @@ def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
             " zero_grad() called between backward() and step(), or is the loss constant?)",
         )
         return
-    seen = _Seen(replicas.recording, whose, telling, bad=telling)
+    without = sum(update.kind == "nothing" and update.records[0].micro > 0 for update in updates)
+    seen = _Seen(replicas.recording, whose, telling, bad=telling, without=without)
     yield _judge(seen)
     yield from _clipped_multiple(seen)
     if all(update.is_mean for update in telling) and not uses_ddp(seen.recording):
         yield from _early_clips(seen)
+
+
+def _own_updates(replicas: Replicas, whose: str, updates: list[Update]) -> Iterator[Outcome]:
+    """Yield what becomes of the gradients in each rank's own updates: lost, kept, or clipped."""
+    reached = [update for update in updates if update.records[0].micro and update.own.any()]
+    if not reached:
+        return
+    lost = [update for update in reached if update.kind == "nothing"]
+    wrong = [_lost(whose, lost, reached), _piled_up(replicas, updates), _clipped_scaled(updates)]
+    yield from filter(None, wrong)
+    if not any(wrong):
+        seen = f"{len(reached) - len(lost)} of {len(reached)} steps" if lost else "each step"
+        yield Right("updates", f"{whose} applies what backward() computed in {seen}")
+
+
+def _lost(whose: str, lost: list[Update], reached: list[Update]) -> Finding | None:
+    """Return that most steps find no gradient; None if few do, or if the optimiser never gets any.
+
+    Then the gradients may go to another one. A script may drop those of a bad batch.
+    """
+    if not len(reached) < 2 * len(lost) < 2 * len(reached):
+        return None
+    first = lost[0]
+    return found(
+        "update-lost",
+        first.records[0].at,
+        step=first.step,
+        whose=whose,
+        lost=len(lost),
+        steps=len(reached),
+    )
+
+
+def _piled_up(replicas: Replicas, updates: list[Update]) -> Finding | None:
+    """Return that each step adds to the gradients of the step before; None if one does not."""
+    sampled = {update.step for update in updates}
+    later = [update for update in updates if update.step - 1 in sampled]
+    records = [record for update in later for record in update.records]
+    if len(later) < 3 or not all(map(_adds_to_the_last, records)):
+        return None
+    return found(
+        "gradients-pile-up",
+        backward_line(replicas.recording),
+        steps=len(later),
+        kept=records[0].kept,
+        every=len(replicas.names),
+    )
+
+
+def _clipped_scaled(updates: list[Update]) -> Finding | None:
+    """Return that a step clips gradients that GradScaler has not unscaled; None if none does."""
+    records = [record for update in updates for record in update.records]
+    clipped = next(filter(_clips_scaled, records), None)
+    if clipped is None:
+        return None
+    clip = clipped.clips[0]
+    return found(
+        "clipped-while-scaled",
+        clip.at,
+        step=clipped.step,
+        limit=clip.limit,
+        norm=clip.norm,
+        scale=clipped.scale,
+    )
+
+
+def _adds_to_the_last(step: Step) -> bool:
+    """Return whether a single backward added to what the update before had used."""
+    return step.kept > 0 and step.micro == 1
+
+
+def _clips_scaled(step: Step) -> bool:
+    """Return whether a step's only clipping cut gradients that were multiplied by the scale.
+
+    What the optimiser gets then has the limit's norm, divided by the scale. A limit that grows with
+    the scale, as it should then, is no small part of it.
+    """
+    if len(step.clips) != 1 or step.scale <= 1 or not step.got_norm:
+        return False
+    clip = step.clips[0]
+    if clip.kind != "norm" or clip.unscaled or clip.limit is None or not clip.norm:
+        return False
+    cuts = clip.limit < 1e-2 * step.scale and clip.limit < clip.norm
+    return cuts and near(step.got_norm * step.scale / clip.limit, 1)
 
 
 def _telling(updates: list[Update]) -> list[Update]:
@@ -124,12 +210,14 @@ class _Seen:
 
     whose : names the optimiser.
     bad : those of the gravest kind, or all where each is the mean times a number.
+    without : how many updates more followed a backward and got no gradient.
     """
 
     recording: Recording
     whose: str
     updates: list[Update]
     bad: list[Update]
+    without: int = 0
 
     @property
     def line(self) -> CodeLine | None:
@@ -419,8 +507,15 @@ def _right_mean(seen: _Seen, *, clipped: bool) -> Right:
     details = ", ".join([f"relative error at most {limit}", *sorted(extras)])
     return Right(
         "gradients",
-        f"{seen.whose} gets the mean of the ranks' gradients in every watched step ({details})",
+        f"{seen.whose} gets the mean of the ranks' gradients in {_watched(seen)} ({details})",
     )
+
+
+def _watched(seen: _Seen) -> str:
+    """Return in which steps an optimiser was seen to get the mean, in words."""
+    if seen.without:
+        return f"every watched step but {seen.without} in which it gets none"
+    return "every watched step"
 
 
 def _clipped_multiple(seen: _Seen) -> Iterator[Outcome]:

@@ -16,6 +16,7 @@ PROPERTIES: Mapping[str, str] = {
     "end": "the program comes to its end",
     "collectives": "all ranks call the same collectives",
     "gradients": "every update uses the mean of the ranks' gradients",
+    "updates": "every gradient reaches the weights once, at its own scale",
     "weights": "the ranks start with equal weights and keep them equal",
     "samples": "the ranks train on different samples",
     "coverage": "an epoch has each sample once",

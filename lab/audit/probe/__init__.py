@@ -48,7 +48,9 @@ step     an update of an optimiser: o, step (from 0), optimizer, micro (backward
          before the update), own_norm and got_norm (over all parameters, in full; own_norm is null
          with several backwards), lr [per group], settings {name: value of the first group}, scale
          (of GradScaler, or 1), clips [[kind "norm" or "value", limit, total norm or null,
-         collectives before it in this step, at]], at
+         collectives before it in this step, at, unscaled (GradScaler.unscale_ has run)]], kept (of
+         how many parameters .grad still held, at the step's first backward, what the update before
+         had used), at
 stepped  follows it at once: o, step, seconds (of the update), state (hash of samples of the
          optimiser's state; null if it has none)
 loader   l (its number), dataset, length, batches, sampler, replicas, inner_length (of the innermost

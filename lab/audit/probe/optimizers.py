@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .coordinates import COORDINATES
-from .sampling import checksum, is_sharded, square_norm, take, total, wide
+from .sampling import checksum, is_sharded, join, square_norm, take, total, wide
 from .state import Probe, named, patch, wrapped
 
 _STATE_PARAMETERS = 64
@@ -48,12 +48,16 @@ class OwnSum:
     square : the sum of the squares of all numbers of a single gradient; None for a sum of several.
     backwards : how many backward passes reached it since the last step or clearing.
     backward : the number of the latest of these in the process; -1 before the first.
+    used : samples of ``.grad`` at the latest update that was sampled; None before the first.
+    kept : whether ``.grad`` still held just that when this sum began; None where it was empty.
     """
 
     samples: Tensor | None = None
     square: Tensor | None = None
     backwards: int = 0
     backward: int = -1
+    used: Tensor | None = None
+    kept: Tensor | None = None
 
     def add(self, gradient: Tensor, held: Tensor | None, backward: int) -> None:
         """Add the gradient of one call of the hook.
@@ -63,6 +67,8 @@ class OwnSum:
         backward : the number of the backward pass, in which the hook may be called several times.
         """
         is_new = backward != self.backward
+        if is_new:
+            self._see_kept(held)
         samples = take(gradient)
         if self.samples is None or (is_new and held is None):
             self.square = square_norm(gradient)
@@ -81,6 +87,14 @@ class OwnSum:
         if is_new:
             self.backwards += 1
 
+    def _see_kept(self, held: Tensor | None) -> None:
+        """See at the first gradient of a sum whether ``.grad`` still holds the one used last."""
+        if held is None or self.used is None:
+            self.kept = None
+        elif not self.backwards:
+            before = take(held)
+            self.kept = (before == self.used).all() & (before != 0).any()
+
 
 class WatchedOptimizer:
     """The parameters of one optimiser, and what is known of its current step.
@@ -93,6 +107,7 @@ class WatchedOptimizer:
     written : how many of these are in a record ``params``.
     weighed : the step whose weights have been written; -1 before the first.
     clips : see the record ``step``.
+    unscaled : GradScaler has divided the gradients of this step by its scale.
     """
 
     def __init__(self, built: int, at: list[Any] | None) -> None:
@@ -104,6 +119,7 @@ class WatchedOptimizer:
         self.number: int | None = None
         self.tensors: dict[Tensor, str] = {}
         self.clips: list[list[Any]] = []
+        self.unscaled = False
 
 
 class GradientWatch:
@@ -252,13 +268,27 @@ class GradientWatch:
         clip = [kind, _plain(limit), _plain(total_norm), self._calls, self._probe.place()]
         for watched in list(self._of.values()):
             if any(tensor in watched.tensors for tensor in tensors):
-                watched.clips.append(clip)
+                watched.clips.append([*clip, watched.unscaled])
 
     def scale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         """Note by what GradScaler has multiplied the loss of a step."""
         if getattr(scaler, "_scale", None) is not None:
             self._scale = float(scaler._scale)
         return original(scaler, *args, **kwargs)
+
+    def unscale(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:
+        """Note that GradScaler divides an optimiser's gradients by its scale."""
+        result = original(scaler, optimizer, *args, **kw)
+        if optimizer in self._of:
+            self._of[optimizer].unscaled = True
+        return result
+
+    def scaler_updates(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Forget the step that GradScaler may have left out: update() ends it."""
+        for watched in list(self._of.values()):
+            watched.unscaled = False
+            watched.clips = []
+        return original(*args, **kwargs)
 
     def watch_step(self, original: Any, _optimizer: Optimizer, step: Any) -> Any:
         """See the ``step`` of a class of the script's, which torch gets for its hooks."""
@@ -363,7 +393,7 @@ class GradientWatch:
         self._sampled = {}  # stays empty if the sampling fails
         watched = self._of[self._outermost]
         tensors = list(watched.tensors)
-        self._sampled = {"micro": self._backwards(tensors)}
+        self._sampled = {"micro": self._backwards(tensors), "kept": self._kept(tensors)}
         if self._is_sampled(watched):
             scale = float(getattr(optimizer, "grad_scale", None) or 1)  # a fused one divides by it
             self._sampled.update(self._sample_own(tensors), **self._sample_held(tensors, scale))
@@ -372,6 +402,12 @@ class GradientWatch:
         """Return how many backward passes have reached the parameters since the last step."""
         owned = [self.known.get(tensor) for tensor in tensors]
         return max((own.backwards for own in owned if own and own.samples is not None), default=0)
+
+    def _kept(self, tensors: list[Tensor]) -> int:
+        """Return of how many parameters ``.grad`` was not cleared since the last update."""
+        owned = [self.known.get(tensor) for tensor in tensors]
+        flags = [own.kept.reshape(1) for own in owned if own and own.kept is not None]
+        return int(sum(join(flags)))
 
     def _sample_own(self, tensors: list[Tensor]) -> dict[str, Any]:
         """Return the fields on this rank's own gradients: own, own_norm."""
@@ -401,7 +437,11 @@ class GradientWatch:
             if held is None:
                 samples.append(_zeros(tensor))
             else:
-                samples.append(take(held) / scale)
+                values = take(held)
+                own = self.known.get(tensor)
+                if own is not None:
+                    own.used = values
+                samples.append(values / scale)
                 squares.append(square_norm(held))
         return {"got": self._probe.samples(samples), "got_norm": total(squares) / scale}
 
@@ -426,8 +466,10 @@ class GradientWatch:
             own = self.known.get(tensor)
             if own is not None:
                 own.backwards = 0
+                own.kept = None
         watched.steps += 1
         watched.clips = []
+        watched.unscaled = False
         self._calls = 0
         self._scale = 1.0
         self._probe.step = max(self._probe.step, watched.steps)
@@ -499,7 +541,12 @@ def watch(probe: Probe) -> None:
     clips = ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_")
     for owner in (importlib.import_module("torch.nn.utils.clip_grad"), torch.nn.utils):
         patch(owner, **dict.fromkeys(clips, watched.clip))
-    patch(getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), step=watched.scale)
+    patch(
+        getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler),
+        step=watched.scale,
+        unscale_=watched.unscale,
+        update=watched.scaler_updates,
+    )
     for optimizer in Optimizer.__subclasses__():  # torch's alone, so far
         patch(optimizer, step=watched.step)
 
