@@ -18,7 +18,7 @@ from common.utils.processes import adopt_orphans
 from lab.fleet.supervision import kill_descendants
 from lab.learn.course import LESSONS, Lesson
 from lab.learn.progress import keep, progress_of
-from lab.learn.student_file import Mistake, StudentFile
+from lab.learn.student_file import Mistake, NotMeasured, StudentFile
 from lab.terminal import say
 
 # Exit statuses of a check.
@@ -95,6 +95,9 @@ def check(lesson: Lesson, student: StudentFile) -> int:
     except Mistake as wrong:
         say(f"wrong: {wrong}")
         return WRONG
+    except NotMeasured as unknown:
+        say(f"not yet: {unknown}")
+        return NOT_YET
     status = _check_answers(lesson, answers)
     if blanks:
         _say_blanks(student, blanks)

@@ -8,7 +8,7 @@ import shutil
 
 from common.errors import UserError
 from lab.flags import add_command
-from lab.learn.checking import check_apart, comes_first, watch
+from lab.learn.checking import NOT_YET, check_apart, comes_first, watch
 from lab.learn.course import FOLDER, LESSONS, Lesson, page_path
 from lab.learn.progress import keep, progress_of
 from lab.learn.solutions import beside
@@ -33,6 +33,11 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         help="keep your answer to the lesson's question, a number; --check compares it",
     )
     action.add_argument("--check", action="store_true", help="check your file of the lesson")
+    parser.add_argument(
+        "--without-prediction",
+        action="store_true",
+        help="check although you have not answered the lesson's question",
+    )
     action.add_argument(
         "--watch", action="store_true", help="check your file now, and again whenever you save it"
     )
@@ -65,7 +70,7 @@ def main_learn(args: argparse.Namespace) -> int:
         return _list_lessons()
     lesson = _lesson(args.lesson)
     if args.check or args.watch:
-        return _check(lesson, again=args.watch)
+        return _check(lesson, again=args.watch, predicted=not args.without_prediction)
     if args.predict is not None:
         keep(lesson, prediction=lesson.question.parse(args.predict))
         say(f"Kept: {args.predict}. A check compares it with formula and measurement.")
@@ -77,10 +82,19 @@ def main_learn(args: argparse.Namespace) -> int:
     return _begin(lesson)
 
 
-def _check(lesson: Lesson, *, again: bool) -> int:
-    """Check the student's file, with ``again`` at each save. Raises UserError if there is none."""
+def _check(lesson: Lesson, *, again: bool, predicted: bool) -> int:
+    """Check the student's file, with ``again`` at each save. Raises UserError if there is none.
+
+    predicted : nothing is checked before the student has answered the lesson's question.
+    """
     if not lesson.file.exists():
         raise UserError(f"{lesson.file} is missing: lab learn {lesson.number} writes it")
+    if predicted and progress_of(lesson).prediction is None:
+        say(
+            f"not yet: first answer the lesson's question, lab learn {lesson.number} --predict "
+            f"ANSWER (or add --without-prediction). {lesson.question.text}"
+        )
+        return NOT_YET
     if again:
         return watch(lesson)
     return check_apart(lesson)  # in a process of its own

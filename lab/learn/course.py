@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from common.errors import UserError
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
@@ -55,6 +56,7 @@ class Question:
 
     formula : in words, what the answer follows from.
     left_out : why a measurement differs from it; "" if it hardly does.
+    differs : which measurements that explains, e.g. those that are "more" than the formula.
     """
 
     text: str
@@ -62,6 +64,7 @@ class Question:
     formula: str
     unit: str
     left_out: str = ""
+    differs: Literal["less", "more", "either"] = "either"
 
     def parse(self, text: str) -> float:
         """Return a prediction such as "1.8s", "1.8 s" or "1.8". Raises UserError."""
@@ -74,11 +77,20 @@ class Question:
     def compare(self, prediction: float | None, measured: float | None) -> str:
         """Return the student's prediction, the formula's, and what was measured, if anything."""
         values = {"you": prediction, "formula": self.answer, "measured": measured}
-        told = [f"{who} {value:.3g} {self.unit}".rstrip() for who, value in values.items() if value]
+        told = [
+            f"{who} {value:.3g} {self.unit}".rstrip()
+            for who, value in values.items()
+            if value is not None
+        ]
         sentences = [f"Prediction: {', '.join(told)}.", f"The formula: {self.formula}."]
-        if measured is not None and self.left_out:
+        if measured is not None and self._explains(measured):
             sentences.append(f"Why the measurement differs: {self.left_out}.")
         return " ".join(sentences)
+
+    def _explains(self, measured: float) -> bool:
+        """Return whether ``left_out`` is why this was measured."""
+        side = "more" if measured > self.answer else "less"
+        return bool(self.left_out) and self.differs in (side, "either")
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,7 @@ LESSONS: Sequence[Lesson] = (
             "its input",
             "times",
             left_out="the first layer needs no gradient of its input, and not all work is products",
+            differs="less",
         ),
         {
             "a": Exercise(
@@ -273,6 +286,7 @@ LESSONS: Sequence[Lesson] = (
             "2(N-1)M/R = 2 x 3 x 36.92 MB x 8 bit / 1,000 Mbit/s",
             "s",
             left_out="headers add 4 to 6 %, and copying in and out of the kernel takes time, too",
+            differs="more",
         ),
         {
             "a": Exercise(4.135, "2 x 7 x 0.2954 s", "only N-1 changes: 7 in place of 3"),
@@ -324,6 +338,7 @@ LESSONS: Sequence[Lesson] = (
             "2(N-1)/N x 36.8 MB x 8 bits / 1,000 Mbit/s; one bucket is complete when backward ends",
             "s",
             left_out="headers, latency, adding, and few cores for four nodes",
+            differs="more",
         ),
         {
             "a": Exercise(

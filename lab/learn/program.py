@@ -70,6 +70,7 @@ class ProgramRecording:
     updates : how many times the optimiser was called.
     foreign : whether it was given other parameters than the model's.
     end : the weights at the end.
+    kinds : of all that it sent, e.g. all_reduce.
     names : what the program defines.
     printed : what it prints.
     """
@@ -83,6 +84,7 @@ class ProgramRecording:
     updates: int = 0
     foreign: bool = False
     end: Tensor | None = None
+    kinds: set[str] = field(default_factory=set)
     names: Namespace = field(default_factory=Namespace)
     printed: str = ""
 
@@ -168,7 +170,8 @@ class _Watch:
             yield
 
     def finish(self) -> None:
-        """Count the last messages, and keep the weights at the end."""
+        """Count the last messages, and keep all messages' kinds and the weights at the end."""
+        self.recording.kinds = {message.kind for message in self._recorder.messages}
         if self._step is not None:
             self._step.sent_late += self._count_messages()
         if self._model is not None:
@@ -189,7 +192,7 @@ class _Watch:
             self._depth = 0
             raise _Enough
         images = inputs[0].detach().clone()
-        weights = torch.arange(1, images.numel() + 1, dtype=torch.float64)
+        weights = torch.arange(1, images.numel() + 1, dtype=torch.float64).sqrt()
         recording.batches.append(float(images.flatten().double() @ weights))
         self._batch = (images, torch.empty(0))
 

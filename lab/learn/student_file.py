@@ -27,6 +27,10 @@ class Mistake(Exception):  # noqa: N818 - the student's mistake
     """The student's code or answer is wrong; the message says what it does."""
 
 
+class NotMeasured(Exception):  # noqa: N818 - nobody's mistake
+    """What this machine measured proves nothing; the message says why."""
+
+
 class Namespace(dict):
     """The names that a student's file defines."""
 

@@ -211,12 +211,15 @@ def _weights_apart(ranks: Sequence[_RankTraining]) -> str | None:
 
 
 def _same_order(ranks: Sequence[_RankTraining]) -> str | None:
-    """Say whether an epoch has the order of the one before."""
-    first, *later = ranks[0].batches
-    if first in later:
-        evidence = f"step {2 + later.index(first)} has the samples of step 1"
-        cure = None if len(ranks) > 1 else "Let the loader shuffle anew in each epoch."
-        return told("same-order", "every epoch has the same order", evidence, cure)
+    """Say whether a rank computes with a batch again, as if an epoch had an earlier one's order."""
+    cure = None if len(ranks) > 1 else "Let the loader shuffle anew in each epoch."
+    for number, rank in enumerate(ranks):
+        first_steps: dict[float, int] = {}
+        for step, batch in enumerate(rank.batches, 1):
+            first = first_steps.setdefault(batch, step)
+            if first < step:
+                evidence = f"on rank {number}, step {step} has the samples of step {first}"
+                return told("same-order", "an epoch has the same order again", evidence, cure)
     return None
 
 

@@ -22,6 +22,7 @@ PROPERTIES: Mapping[str, str] = {
     "coverage": "an epoch has each sample once",
     "order": "every epoch has another order",
     "batches": "the ranks have equally many batches",
+    "in step": "the ranks skip batches and updates together",
     "global batch": "all ranks together train on the batch that was asked for",
     "clocks": "the times that the script prints are of whole steps",
 }

@@ -4,6 +4,7 @@ Samples are compared by their innermost index, per loader and within one epoch. 
 equal samples only if the ranks hold the same data, see ``epochs.same_data``.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -23,7 +24,7 @@ from lab.audit.findings.epochs import (
     training_steps,
 )
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, gravest
-from lab.audit.findings.where import backward_line
+from lab.audit.findings.where import backward_line, first_step_apart, recording_exchanges
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import Backward, Batch, CodeLine, Cut, FsdpBuilt, Index, Join, Rest
 
@@ -45,6 +46,9 @@ def check(recording: Recording) -> Iterator[Outcome]:
     else:
         for loaders in groups:
             yield from _check_loaders(recording, loaders)
+    in_step = _in_step(recording, groups)
+    if in_step is not None:
+        yield in_step
     if not any(_draws_by_index(loader) for loaders in groups for loader in loaders):
         yield _same_inputs(recording)
 
@@ -517,6 +521,42 @@ def _unequal_batches(recording: Recording, loaders: Loaders, listed: str) -> Out
         sure=end_seen,
         counts=listed,
     )
+
+
+def _in_step(recording: Recording, groups: Sequence[Loaders]) -> Outcome | None:
+    """Compare how many batches each rank takes for each update.
+
+    Other numbers are a fault if the ranks, which have equally many batches, come to the next epoch
+    at different updates: then an exchange combines batches of different epochs. None where nothing
+    is compared.
+    """
+    comparable = len(groups) == 1 and len(groups[0]) == recording.size
+    if not comparable or recording.of(Join) or not recording_exchanges(recording):
+        return None
+    if _common([loader.facts.batches for loader in groups[0]]) is None:
+        return None
+    taken = [[step.batches for step in training_steps(rank)] for rank in recording.ranks]
+    if not all(taken):
+        return None
+    for number, counts in enumerate(zip(*taken, strict=False)):
+        if len(set(counts)) > 1:
+            return _out_of_step(recording, number, counts)
+    return Right("in step", "every update takes equally many batches on all ranks")
+
+
+def _out_of_step(recording: Recording, step: int, counts: Sequence[int]) -> Outcome:
+    """Judge the first update for which the ranks take different numbers of batches."""
+    listed = ", ".join(
+        f"rank {rank.rank} takes {counts[number]}" for number, rank in enumerate(recording.ranks)
+    )
+    apart = first_step_apart(recording)
+    if apart == sys.maxsize:
+        return Unknown(
+            "in step",
+            f"whether a rank may skip a batch by itself: in step {step} {listed}, and all ranks "
+            "end their epochs at the same update",
+        )
+    return found("out-of-step", backward_line(recording), step=step, counts=listed, apart=apart)
 
 
 def _epochs_of_batches(loader: TrainingLoader) -> list[int]:

@@ -1,9 +1,14 @@
-"""Lessons 3 and 5: the mean over all ranks in every gradient, in a training that uses it."""
+"""Lessons 3 and 5: the mean over all ranks in every gradient, in a training that uses it.
 
-from collections.abc import Mapping
+``average_gradients`` is called with known gradients: what became of them, and which messages it
+sent. Then a training uses it, and at last the program runs as it is.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.profiling.comm_trace import MessageRecorder
+from common.say import count
 from lab.evidence import Evidence
 from lab.learn.causes import cause_of, ends_with, parts_of, told
 from lab.learn.program import KEPT_STEPS, run_program
@@ -28,18 +34,39 @@ _NUMBERS = 60  # of known gradients: 2, 3 and 5 equal chunks
 
 def check_gather_scatter(student: StudentFile, say: Say) -> float:
     """Check lesson 3; return how many times the gradients' size passes rank 0's link on 5 ranks."""
-    # Every message begins or ends at rank 0, so what all ranks send passes its link.
-    return sum(_check_averaging(student, say, ring=False))
+    sent = _check_averaging(student, say, ring=False)
+    # Every message was seen to begin or end at rank 0, so what all ranks send passes its link.
+    return sum(rank.total for rank in sent)
 
 
 def check_ring(student: StudentFile, say: Say) -> float:
     """Check lesson 5; return how many times the gradients' size rank 0 sends on 5 ranks."""
-    sent = _check_averaging(student, say, ring=True)
-    mean = sum(sent) / len(sent)
-    if max(sent) > 1.01 * mean or min(sent) == 0:
-        shown = ", ".join(f"{times:.2f}" for times in sent)
-        raise Mistake(f"the ranks send {shown} times the gradients' size: in a ring all send alike")
-    return sent[0]
+    return _check_averaging(student, say, ring=True)[0].total
+
+
+def check_function(student: StudentFile, *, size: int) -> None:
+    """Raise Mistake unless lesson 3's function averages known gradients through rank 0."""
+    found = student.on_ranks(size, _average_known_gradients, False)
+    problem = found[0][0] or _wrong_way([sent for _, sent in found], ring=False)
+    if problem:
+        raise Mistake(f"{student.path}: {problem}")
+
+
+class Sent(NamedTuple):
+    """What a rank has sent in one call of ``average_gradients``.
+
+    calls : of torch.distributed, by their kinds.
+    times : how many times the gradients' size this rank sent with each kind.
+    to_next : how many messages it sent to the next rank.
+    """
+
+    calls: Mapping[str, int]
+    times: Mapping[str, float]
+    to_next: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.times.values())
 
 
 @dataclass
@@ -47,43 +74,128 @@ class Averaging:
     """What a rank found.
 
     problem : the first thing that is wrong, on any rank; what comes after it is not checked.
-    sent : how many times the gradients' size this rank sent.
+    sent : by this rank.
     errors : in a training with the function, against one process.
+    kinds : of all that the program sent; None if it has not run.
     """
 
-    problem: str | None = None
-    sent: float = 0.0
+    problem: str | None
+    sent: Sent
     errors: RankErrors = field(default_factory=RankErrors)
+    kinds: set[str] | None = None
 
 
-def _check_averaging(student: StudentFile, say: Say, *, ring: bool) -> list[float]:
+def _check_averaging(student: StudentFile, say: Say, *, ring: bool) -> list[Sent]:
     """Check the function and the program; return what each of 5 ranks has sent.
 
     ring : problems are told of a ring's chunks, else of each parameter.
     """
     for size in SIZES:
         found = student.on_ranks(size, _check_on_rank, student.path, ring)
-        if found[0].problem:
-            raise Mistake(found[0].problem)
+        sent = [rank.sent for rank in found]
+        problem = found[0].problem or _wrong_way(sent, ring=ring) or _other_way(found, ring=ring)
+        if problem:
+            raise Mistake(problem)
         result = combine(size, _CASE, [rank.errors for rank in found])
         if not result:
             raise Mistake(f"the mean of equal shards is right, but not with others: {result}")
         say(f"each gradient becomes the mean of all ranks'. Trained on {result}")
+        say(_way_in_words(sent, ring=ring))
         if size < max(SIZES):
             say(f"your program on {size} ranks: equal weights, those of one process")
-    return [rank.sent for rank in found]
+    return sent
+
+
+def _way_in_words(sent: Sequence[Sent], *, ring: bool) -> str:
+    """Say what the ranks have sent, and how."""
+    size = len(sent)
+    if ring:
+        return (
+            f"on {size} ranks each sends {count(sent[0].to_next, 'message')}, all to the next "
+            f"rank, {sent[0].total:.3g} times the gradients' size"
+        )
+    arrives = sum(rank.total for rank in sent[1:])
+    return (
+        f"on {size} ranks {arrives:.3g} times the gradients' size arrives at rank 0 with gather, "
+        f"and {sent[0].total:.3g} times leaves it with scatter"
+    )
+
+
+def _kinds(ring: bool) -> set[str]:
+    """Return the calls with which a lesson averages."""
+    return {"send", "recv"} if ring else {"gather", "scatter"}
+
+
+def _wrong_way(sent: Sequence[Sent], *, ring: bool) -> str | None:
+    """Say which rank has averaged in another way than the lesson's; None if none has."""
+    size = len(sent)
+    for rank, own in enumerate(sent):
+        if set(own.calls) != _kinds(ring):
+            calls = [f"{kind} {count(number, 'time')}" for kind, number in own.calls.items()]
+            called = ", ".join(calls) or "nothing"
+            way = "dist.gather to rank 0 and dist.scatter from rank 0"
+            if ring:
+                way = "messages from each rank to the next, dist.isend and dist.recv"
+            return (
+                f"the mean is right, and comes in another way: on {size} ranks, rank {rank} calls "
+                f"{called}. This lesson averages with {way}, and with nothing else"
+            )
+        problem = _wrong_ring(own, size) if ring else _wrong_root(own, rank, size)
+        if problem:
+            return f"the mean is right, but on {size} ranks, rank {rank} {problem}"
+    return None
+
+
+def _wrong_ring(own: Sent, size: int) -> str | None:
+    """Say what a rank sends in place of a ring's messages; None if it sends those."""
+    rounds = 2 * (size - 1)
+    messages = own.calls["send"]
+    in_chunks = np.isclose(own.total, rounds / size, rtol=0.01)
+    if messages == own.to_next == rounds and in_chunks:
+        return None
+    return (
+        f"sends {count(messages, 'message')}, {own.to_next} of them to the next rank, with "
+        f"{own.total:.3g} times the gradients' size in all. A ring sends {rounds}, all to the next "
+        f"rank, each with 1/{size} of the size: {rounds / size:.3g} times in all"
+    )
+
+
+def _wrong_root(own: Sent, rank: int, size: int) -> str | None:
+    """Say what a rank sends in place of its part through rank 0; None if it sends that."""
+    gathered, scattered = (own.times[kind] for kind in ("gather", "scatter"))
+    right = (0, size - 1) if rank == 0 else (1, 0)
+    if np.allclose((gathered, scattered), right, rtol=0.01):
+        return None
+    return (
+        f"sends {gathered:.3g} times the gradients' size with gather and {scattered:.3g} times "
+        f"with scatter, not {right[0]} and {right[1]}. Through rank 0 every gradient goes once: "
+        "dst=0 and src=0"
+    )
+
+
+def _other_way(found: Sequence[Averaging], *, ring: bool) -> str | None:
+    """Say which rank's program never calls what its function calls; None if none does."""
+    for rank, own in enumerate(found):
+        if own.kinds is not None and not _kinds(ring) <= own.kinds:
+            return (
+                f"average_gradients is right, but the program trains without it: on {len(found)} "
+                f"ranks, rank {rank} calls {', '.join(sorted(own.kinds))}, and not "
+                f"{' and '.join(sorted(_kinds(ring)))}"
+            )
+    return None
 
 
 def _check_on_rank(student: Namespace, path: Path, ring: bool) -> Averaging:
     """Check the function on known gradients, then in a training, then the program as it is."""
     size = dist.get_world_size()
-    found = Averaging()
-    found.problem, found.sent = _average_known_gradients(student, ring)
+    found = Averaging(*_average_known_gradients(student, ring))
     if found.problem is None:
         found.errors = _train(student)
     if found.problem is None and size < max(SIZES):
         steps = None if size == min(SIZES) else KEPT_STEPS  # once to its end
-        found.problem = judge_ranks(run_program(path, steps=steps), global_batch=GLOBAL_BATCH)
+        recording = run_program(path, steps=steps)
+        found.problem = judge_ranks(recording, global_batch=GLOBAL_BATCH)
+        found.kinds = recording.kinds
     return found
 
 
@@ -97,8 +209,8 @@ def _train(student: Namespace) -> RankErrors:
     return errors_on_this_rank(dist.get_rank(), dist.get_world_size(), FunctionSync(average), _CASE)
 
 
-def _average_known_gradients(student: Namespace, ring: bool) -> tuple[str | None, float]:
-    """Return what is wrong with all ranks' gradients, and how many times their size this one sent.
+def _average_known_gradients(student: Namespace, ring: bool) -> tuple[str | None, Sent]:
+    """Return what is wrong with all ranks' gradients, and what this one sent.
 
     Each rank has weights of its own, so that averaged weights show.
     """
@@ -113,19 +225,35 @@ def _average_known_gradients(student: Namespace, ring: bool) -> tuple[str | None
     for parameter, gradient in zip(model.parameters(), own, strict=True):
         parameter.grad = gradient.clone().view_as(parameter)
     weights = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    with _Halfway(student) as halfway, MessageRecorder() as recorder:
+    recorder = MessageRecorder(nodes=_with_next(rank, size))
+    with _Halfway(student) as halfway, recorder:
         student["average_gradients"](model)
-    sent = sum(message.sent_bytes for message in recorder.messages) / before[rank].nbytes
+    sent = _sent(recorder, before[rank].nbytes)
     moved = nn.utils.parameters_to_vector(model.parameters()).detach() - weights
     found = Averaged(
         _from_all_ranks(_gradients(model)),
         _from_all_ranks(moved),
         _from_all_ranks(halfway.numbers),
-        bool(_from_all_ranks(torch.tensor([sent])).any()),
+        bool(_from_all_ranks(torch.tensor([sent.total])).any()),
     )
     if ring:
         lengths = {f"chunk {number} of {size}": _NUMBERS // size for number in range(size)}
     return _problem_of(found, before, lengths, ring=ring), sent
+
+
+def _with_next(rank: int, size: int) -> list[int]:
+    """Return a node for each rank, so that only what goes to the next rank stays inside one."""
+    return [int(other not in (rank, (rank + 1) % size)) for other in range(size)]
+
+
+def _sent(recorder: MessageRecorder, gradient_bytes: int) -> Sent:
+    """Return what this rank has sent."""
+    calls = Counter(message.kind for message in recorder.messages)
+    times: defaultdict[str, float] = defaultdict(float)
+    for message in recorder.messages:
+        times[message.kind] += message.sent_bytes / gradient_bytes
+    elsewhere = Counter(message.kind for message in recorder.messages if message.scope == "between")
+    return Sent(dict(calls), dict(times), calls["send"] - elsewhere["send"])
 
 
 @dataclass(frozen=True)

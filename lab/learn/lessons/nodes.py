@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 from common.errors import GroupError, UserError
 from lab.cluster import Cluster
-from lab.learn.student_file import Mistake, Namespace, StudentFile
+from lab.learn.student_file import Mistake, Namespace, NotMeasured, StudentFile
 from lab.terminal import say
 
 _LIMIT_SECONDS = 120.0
 _GRACE_SECONDS = 3.0
+# Of what the links need: less was not all sent or timed, and more is no longer the links' time.
+_LEAST = 0.9
+_MOST = 2.0
 
 
 def run_on_nodes(
@@ -72,6 +75,25 @@ def print_seconds(student: StudentFile, pattern: str) -> Printed:
     if not seconds:
         raise Mistake(f"rank 0 printed no measured time, but:\n{text[-1000:]}")
     return Printed(text, seconds, emulated)
+
+
+def check_limits(text: str, seconds: float, *, link_seconds: float, what: str) -> None:
+    """Raise Mistake if a time is below what the links need, NotMeasured if it is twice as long.
+
+    text : what rank 0 has printed. what : was measured, e.g. "an exchange".
+    """
+    if seconds < _LEAST * link_seconds:
+        raise Mistake(
+            f"{what} takes {link_seconds:.3g} s on these links, and {seconds:.3f} s were measured: "
+            f"no link is faster than its rate, so not all was sent or not all was timed. Rank 0 "
+            f"printed on 4 nodes:\n{text[-500:]}"
+        )
+    if seconds > _MOST * link_seconds:
+        raise NotMeasured(
+            f"{what} takes {link_seconds:.3g} s on these links, and {seconds:.3f} s were measured, "
+            f"more than {_MOST:g} times that. The messages are right, so something else took the "
+            "time: end other programs on this machine, and check again"
+        )
 
 
 def _run_here(_names: Namespace, path: Path) -> str:

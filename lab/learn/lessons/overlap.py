@@ -1,10 +1,12 @@
 """Lesson 6: buckets that leave while backward computes, tested on ranks and on emulated nodes."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from common.profiling.comm_trace import MessageRecorder
 from lab.evidence import Evidence, near
 from lab.learn.causes import cause_of, ends_with, parts_of, told
-from lab.learn.lessons.nodes import print_seconds
+from lab.learn.lessons.nodes import check_limits, print_seconds
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 SIZES = (2, 3)
@@ -37,16 +39,16 @@ def check(student: StudentFile, say: Say) -> float:
         _check_gradients(found)
         for rank, averaged in enumerate(found):
             _check_messages(averaged, rank=rank, size=size)
-        say(f"on {size} ranks the gradients become means, and all buckets but the last leave early")
+        say(
+            f"on {size} ranks the gradients become means, also if a bucket's sum arrives last, and "
+            "all buckets but the last leave early"
+        )
     printed = print_seconds(student, r"(?<!\d)(\d+\.\d+) s exposed")
     if not printed.emulated:
         return RECORDED_SECONDS
     exposed = printed.seconds[-1]  # of the largest buckets
-    if exposed < 0.9 * LINK_SECONDS:
-        raise Mistake(
-            f"one bucket's message takes {LINK_SECONDS} s, all of them after backward, and the "
-            f"last row must show as much. Rank 0 printed on 4 nodes:\n{printed.text[-500:]}"
-        )
+    what = "one bucket's message, all of it after backward,"
+    check_limits(printed.text, exposed, link_seconds=LINK_SECONDS, what=what)
     say(f"on 4 nodes at 1 Gbit/s:\n{printed.text}")
     return exposed
 
@@ -119,6 +121,7 @@ def _average(student: Namespace) -> TwoSteps:
 
     The other ranks begin when rank 0 has its last gradient, so that none of its messages can end
     before: a `ready` that waits holds up rank 0's backward, until the others have lost patience.
+    A bucket's sum arrives when it is waited for, as late as a message can end.
     """
     rank = dist.get_rank()
     size = dist.get_world_size()
@@ -138,7 +141,8 @@ def _average(student: Namespace) -> TwoSteps:
     for step in range(STEPS):
         given = _given(step, size)
         weights.zero_grad()
-        with recorder:
+        late = partial(_all_reduce_late, dist.all_reduce)
+        with recorder, patch.object(dist, "all_reduce", late):
             if rank > 0:  # begin when rank 0 has its last gradient, or after 3 s
                 with suppress(RuntimeError):
                     store.wait([f"step {step} of rank 0"], timedelta(seconds=3))
@@ -149,6 +153,55 @@ def _average(student: Namespace) -> TwoSteps:
             buckets.finish()
         after.append(torch.cat([_gradient(weight) for weight in weights]).numpy())
     return TwoSteps(after, min(early), len(recorder.messages))
+
+
+class _LateWork:
+    """The work of an all-reduce whose sum reaches the tensor when it is waited for."""
+
+    def __init__(self, tensor: Tensor, summed: Tensor, work: Any) -> None:
+        self._tensor = tensor
+        self._summed = summed
+        self._work = work
+        self._arrived = False
+
+    def wait(self, *timeout: timedelta) -> bool:
+        done = self._work.wait(*timeout)
+        self._arrive()
+        return done
+
+    def is_completed(self) -> bool:
+        done = self._work.is_completed()
+        if done:
+            self._arrive()
+        return done
+
+    def get_future(self) -> Any:
+        return self._work.get_future().then(self._arrive_in_future)
+
+    def _arrive(self) -> None:
+        if not self._arrived:
+            self._tensor.copy_(self._summed)
+        self._arrived = True
+
+    def _arrive_in_future(self, future: Any) -> Any:
+        self._arrive()
+        return future.value()
+
+
+def _all_reduce_late(
+    all_reduce: Callable[..., Any],
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """All-reduce with torch's ``all_reduce``; one that is not waited for brings nothing."""
+    summed = tensor.detach().clone()
+    work = _LateWork(tensor, summed, all_reduce(summed, op, group, async_op=True))
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -17,18 +17,22 @@ from lab.learn.verdict import judge_ranks
 _SAMPLES = 1797
 _EPOCHS = 3
 _GLOBAL_BATCH = 64
+_SIZES = (3, 5, 2)  # the last is the question's
 
 
 def check(student: StudentFile, say: Say) -> float:
     """Check lesson 2; return the percentage of the samples that rank 0 of 2 sees in 3 epochs."""
-    for size in (3, 2):
+    for size in _SIZES:
         ranks = student.on_ranks(size, _train_noted, student.path, limit_seconds=90)
         problem = _problem(ranks) or ranks[0].problem
         if problem:
             raise Mistake(problem)
-        say(f"on {size} ranks each sample comes to one rank an epoch, in a new order every time")
+        say(
+            f"on {size} ranks all {_SAMPLES:,} samples are shared out in each of {_EPOCHS} epochs, "
+            "and each rank takes its share in a new order"
+        )
     ends = tuple(rank.end for rank in ranks)
-    say(f"equal at first, the ranks' weights end with the sums {ends}: nothing is averaged")
+    say(f"equal at first, the ranks' weights end with the sums {ends}: no rank has sent anything")
     seen = set().union(*ranks[0].epochs)
     return 100 * len(seen) / _SAMPLES
 
@@ -38,6 +42,7 @@ class RankTraining(NamedTuple):
 
     epochs : the samples of each, in their order.
     start, end : the sums of all weights.
+    kinds : of all that it sent.
     problem : what else is wrong, on any rank.
     """
 
@@ -45,46 +50,33 @@ class RankTraining(NamedTuple):
     steps: int
     start: float
     end: float
+    kinds: set[str]
     problem: str | None
 
 
 def _problem(ranks: Sequence[RankTraining]) -> str | None:
     """Return what is wrong with the ranks' samples, steps and weights; None if nothing is."""
     size = len(ranks)
-    drawn: list[int] = []
-    for rank in ranks:
-        for first_epoch in rank.epochs[:1]:  # there is none if the rank uses no sampler
-            drawn += first_epoch
-    if not drawn or not ranks[0].steps:
-        return ranks[0].problem
-    different = len(set(drawn))
-    if different < _SAMPLES or len(drawn) >= _SAMPLES + size:
-        return told(
-            "same-samples",
-            "the ranks do not share the samples out",
-            f"on {size} ranks they take {len(drawn)} samples in an epoch, {different} different "
-            f"ones of {_SAMPLES}",
-            "For a share of its own a rank needs its number, and how many ranks there are.",
+    if not any(rank.epochs for rank in ranks) or not ranks[0].steps:
+        return ranks[0].problem or (
+            f"on {size} ranks no DistributedSampler gives out samples: pass one to DataLoader, as "
+            "sampler"
         )
-    epochs = ranks[0].epochs
-    if epochs[:1] == epochs[1:2]:
-        return told(
-            "same-order",
-            "every epoch has the same order and the same shares",
-            f"on {size} ranks, rank 0's second epoch is its first",
-            "Call loader.sampler.set_epoch(epoch) in each epoch, before its first batch.",
-        )
+    problem = _wrong_shares(ranks) or _wrong_order(ranks)
+    if problem:
+        return problem
     rank_samples = math.ceil(_SAMPLES / size)
     rank_batch = _GLOBAL_BATCH // size
     wanted = _EPOCHS * math.ceil(rank_samples / rank_batch)
-    if ranks[0].steps != wanted:
-        return told(
-            "wrong-global-batch",
-            "the global batch is wrong",
-            f"{_EPOCHS} epochs take {ranks[0].steps} steps on {size} ranks, but {wanted} with a "
-            f"global batch of {_GLOBAL_BATCH}",
-            "A rank's batch is its share of that.",
-        )
+    for number, rank in enumerate(ranks):
+        if rank.steps != wanted:
+            return told(
+                "wrong-global-batch",
+                "the global batch is wrong",
+                f"{_EPOCHS} epochs take {rank.steps} steps on {size} ranks, but {wanted} with a "
+                f"global batch of {_GLOBAL_BATCH} (seen on rank {number})",
+                "A rank's batch is its share of that.",
+            )
     starts = tuple(rank.start for rank in ranks)
     if len(set(starts)) > 1:
         return told(
@@ -93,17 +85,69 @@ def _problem(ranks: Sequence[RankTraining]) -> str | None:
             f"the ranks' weights begin with the sums {starts}",
             "Seed all alike.",
         )
+    return _messages(ranks)
+
+
+def _wrong_shares(ranks: Sequence[RankTraining]) -> str | None:
+    """Say in which epoch the ranks' shares are not all samples, each once."""
+    size = len(ranks)
+    for epoch in range(_EPOCHS):
+        drawn = [sample for rank in ranks for share in rank.epochs[epoch:][:1] for sample in share]
+        different = len(set(drawn))
+        if different == _SAMPLES and len(drawn) < _SAMPLES + size:
+            continue
+        cure = "For a share of its own a rank needs its number, and how many ranks there are."
+        if epoch:
+            cure = "Before each epoch, every rank must give set_epoch the same number, the epoch's."
+        return told(
+            "uneven-coverage" if epoch else "same-samples",
+            "the ranks do not share the samples out",
+            f"on {size} ranks they take {len(drawn)} samples in epoch {epoch + 1}, {different} "
+            f"different ones of {_SAMPLES}",
+            cure,
+        )
+    return None
+
+
+def _wrong_order(ranks: Sequence[RankTraining]) -> str | None:
+    """Say which rank has an epoch's order again."""
+    for number, rank in enumerate(ranks):
+        for epoch, order in enumerate(rank.epochs):
+            earlier = rank.epochs[:epoch]
+            if order in earlier:
+                return told(
+                    "same-order",
+                    "an epoch has the same order and the same shares as an earlier one",
+                    f"on {len(ranks)} ranks, rank {number}'s epoch {epoch + 1} is its epoch "
+                    f"{earlier.index(order) + 1}",
+                    "On every rank call loader.sampler.set_epoch(epoch) in each epoch, before its "
+                    "first batch.",
+                )
+    return None
+
+
+def _messages(ranks: Sequence[RankTraining]) -> str | None:
+    """Say which rank has sent anything; here none does."""
+    for number, rank in enumerate(ranks):
+        if rank.kinds:
+            return (
+                f"on {len(ranks)} ranks, rank {number} calls {', '.join(sorted(rank.kinds))}. The "
+                "ranks of this lesson send nothing; lesson 3 averages"
+            )
     return None
 
 
 def _train_noted(_names: Namespace, path: Path) -> RankTraining:
     """Run the program, and note the samples of each epoch."""
-    epochs: list[list[int]] = []
+    begun: list[list[int]] = []
+    complete: list[list[int]] = []  # not one that was left early, as to look at a batch
     samples_of = DistributedSampler.__iter__
 
     def noted(sampler: DistributedSampler) -> Iterator[int]:
-        epochs.append(list(samples_of(sampler)))
-        return iter(epochs[-1])
+        order = list(samples_of(sampler))
+        begun.append(order)
+        yield from order
+        complete.append(order)
 
     with patch.object(DistributedSampler, "__iter__", noted):
         recording = run_program(path)
@@ -112,7 +156,8 @@ def _train_noted(_names: Namespace, path: Path) -> RankTraining:
     if recording.steps and recording.end is not None:
         start = _sum(recording.steps[0].start)
         end = _sum(recording.end)
-    return RankTraining(epochs, recording.updates, start, end, problem)
+    epochs = complete or begun
+    return RankTraining(epochs, recording.updates, start, end, recording.kinds, problem)
 
 
 def _sum(weights: Tensor) -> float:

@@ -54,8 +54,8 @@ ANSWERS = {
     # Buckets of 9 MB: how many MB are in the last bucket, which no backward is left to hide? (A tensor
     # that is larger than a bucket has one of its own.)
     "a": ...,
-    # The link needs 0.44 s for all buckets, and 90 of backward's 105 ms remain when the first
-    # bucket of 9 MB leaves. How many s are exposed at best?
+    # The link needs your prediction's seconds for all buckets, and 90 of backward's 105 ms remain when
+    # the first bucket of 9 MB leaves. How many s are exposed at best?
     "b": ...,
     # 8 MB and 0.3 MB travel at the same time and share the link. Which one ends first, the one
     # sent "earlier" or the one sent "later", if the small one is sent later?

@@ -12,7 +12,7 @@ from common.errors import UserError
 from lab.learn.course import LESSONS
 from lab.learn.lessons import nodes, root_link
 from lab.learn.solutions import SOLUTIONS
-from lab.learn.student_file import Mistake, StudentFile
+from lab.learn.student_file import Mistake, NotMeasured, StudentFile
 from tests.helpers import ROOT, start_lab
 from tests.helpers.cluster import needs_namespaces
 from tests.helpers.processes import running_in
@@ -33,7 +33,11 @@ def test_a_lesson_from_its_skeleton_to_done(tmp_path):
     file = tmp_path / "learn/01_one_process.py"
     assert file.read_text() == LESSON[1].skeleton.read_text()
 
-    unchanged = learn(1, "--check", cwd=tmp_path)
+    asked = learn(1, "--check", cwd=tmp_path)
+    assert (asked.status, asked.err) == (3, "")
+    assert "lab learn 1 --predict ANSWER" in asked.out
+    assert LESSON[1].question.text in asked.out
+    unchanged = learn(1, "--check", "--without-prediction", cwd=tmp_path)
     assert (unchanged.status, unchanged.err) == (3, "")
     lines = [n for n, line in enumerate(file.read_text().splitlines(), 1) if " ...  #" in line]
     assert f"in lines {', '.join(map(str, lines))}\n" in unchanged.out
@@ -78,7 +82,7 @@ def test_wrong_usage(arguments, words, tmp_path):
 @pytest.mark.slow
 def test_watch_checks_each_save_and_ends_when_all_is_right(tmp_path):
     learn(1, cwd=tmp_path)
-    watching = start_lab("learn", 1, "--watch", cwd=tmp_path)
+    watching = start_lab("learn", 1, "--watch", "--without-prediction", cwd=tmp_path)
     watching.wait_for("Waiting for the next save")
     solve(1, tmp_path, {6: "2"})
     watching.wait_for("wrong: exercise c")
@@ -131,7 +135,7 @@ def test_what_stops_a_file_is_told_with_its_line(body, words, tmp_path):
 
 def test_a_check_leaves_no_process(tmp_path):
     solve(1, tmp_path, {3: "__import__('subprocess').Popen(['sleep', '600'])"})
-    assert learn(1, "--check", cwd=tmp_path).status == 1
+    assert learn(1, "--check", "--without-prediction", cwd=tmp_path).status == 1
     assert running_in(tmp_path) == []
 
 
@@ -174,7 +178,7 @@ def test_the_pictures_are_drawn_again_alike(tmp_path):
 def test_a_solution_is_right(number, tmp_path):
     solve(number, tmp_path)
     solve(3, tmp_path)
-    ended = learn(number, "--check", cwd=tmp_path)
+    ended = learn(number, "--check", "--without-prediction", cwd=tmp_path)
     assert ended.status == 0, ended
     found = re.search(r"formula (\S+) .*, measured (\S+) ", ended.out)
     formula, measured = map(float, found.groups())
@@ -203,5 +207,31 @@ def test_a_mean_of_the_stack_is_right(tmp_path):
 @pytest.mark.slow
 def test_a_ring_must_be_one(tmp_path):
     student = StudentFile(solve(3, tmp_path))
-    with pytest.raises(Mistake, match=r"the ranks send 4.00, 1.00, 1.00, 1.00, 1.00 times"):
+    with pytest.raises(Mistake, match=r"on 3 ranks, rank 0 calls gather 4 times, scatter 4 times"):
         resolve_name(LESSON[5].check)(student, print)
+
+
+@pytest.mark.slow
+def test_lesson_4_does_not_measure_an_exchange_of_nothing(tmp_path):
+    head = '    """Leave the mean over all ranks in every gradient. New in lesson 3."""\n'
+    solve(3, tmp_path, edit=(head, f"{head}    return\n"))
+    student = StudentFile(solve(4, tmp_path))
+    with pytest.raises(Mistake, match=r"03_gather_scatter.py: .* group-unused"):
+        root_link.check(student, print)
+
+
+@pytest.mark.parametrize(("seconds", "raised"), [(0.124, Mistake), (4.0, NotMeasured)])
+def test_what_no_link_can_do_is_not_measured(seconds, raised):
+    with pytest.raises(raised, match=f"takes 1.77 s on these links, and {seconds:.3f} s were"):
+        nodes.check_limits("", seconds, link_seconds=1.772, what="an exchange")
+    nodes.check_limits("", 2.386, link_seconds=1.772, what="an exchange")
+
+
+@pytest.mark.parametrize(
+    ("number", "measured", "explained"),
+    [(4, 2.386, True), (4, 1.7, False), (1, 1.6, True), (1, 2.2, False), (3, 8, False)],
+)
+def test_only_a_difference_on_its_side_is_explained(number, measured, explained):
+    told = LESSON[number].question.compare(None, measured)
+    assert ("Why the measurement differs" in told) == explained
+    assert "measured 0 s" in LESSON[4].question.compare(2, 0.0)

@@ -120,6 +120,16 @@ def test_all_blind_scripts_learn(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "wait",
+    ["work.get_future().wait()", "[time.sleep(0.001) for _ in iter(work.is_completed, True)]"],
+)
+def test_other_ways_to_wait_for_a_bucket_are_right(wait, tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "run_on_nodes", lambda *_, **__: ["100 MB: 0.500 s exposed"])
+    assert check(6, tmp_path, {2: wait})[0] == 0.5
+
+
+@pytest.mark.slow
 @pytest.mark.alone
 @needs_namespaces
 def test_buckets_hide_a_part_of_the_messages(tmp_path):
@@ -199,5 +209,5 @@ def test_without_emulated_nodes_ranks_break_on_loopback(
 @pytest.mark.slow
 def test_less_exposed_than_the_link_needs_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "run_on_nodes", lambda *_, **__: ["100 MB: 0.008 s exposed"])
-    with pytest.raises(Mistake, match=r"message takes 0.442 s"):
+    with pytest.raises(Mistake, match=r"0.442 s on these links, and 0.008 s were measured"):
         check(6, tmp_path)

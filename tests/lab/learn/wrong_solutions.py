@@ -32,11 +32,53 @@ def of_lesson(number, table):
 AVERAGE = "            average(model)  # new in lesson 3\n"
 BACKWARD = "            loss.backward()\n"
 STEP = "            optimizer.step()\n"
+LOSS_LINE = "            loss = nn.functional.cross_entropy(model(images), labels)\n"
 LOSS = "cross_entropy(model(images), labels)"
 WEIGHTS_IN_THE_LOOP = (
     "            for p in model.parameters():\n"
     "                dist.all_reduce(p.data)\n"
     "                p.data /= dist.get_world_size()\n"
+)
+
+ALL_REDUCE = "[dist.all_reduce(p.grad.div_(dist.get_world_size())) for p in model.parameters()]"
+EPOCH_ON_RANK_0 = "        dist.get_rank() or loader.sampler.set_epoch"
+# Lesson 5, between the cut into chunks and the first loop.
+ADD_UP = "    for step in range(size - 1):  # add up\n"
+COPY_BACK = (
+    "    means = (flat / size).split([gradient.numel() for gradient in gradients])\n"
+    "    return [own.copy_(mean.view_as(own)) for own, mean in zip(gradients, means)]\n"
+)
+WHOLE_TENSORS = (
+    "    leaving = flat.clone()\n"
+    "    for _ in range(size - 1):\n"
+    "        arriving = torch.empty_like(flat)\n"
+    "        exchange(leaving, arriving)\n"
+    "        flat += arriving\n"
+    "        leaving = arriving\n"
+)
+STRAIGHT_TO_ALL = (
+    "    others = [other for other in range(size) if other != rank]\n"
+    "    parts = [torch.empty_like(chunks[rank]) for _ in others]\n"
+    "    sent = [dist.isend(chunks[other].clone(), other) for other in others]\n"
+    "    [dist.recv(part, other) for part, other in zip(parts, others)]\n"
+    "    chunks[rank].add_(sum(parts))\n"
+    "    sent += [dist.isend(chunks[rank].clone(), other) for other in others]\n"
+    "    [dist.recv(chunks[other], other) for other in others]\n"
+    "    [work.wait() for work in sent]\n"
+)
+FIXED_SHARES = (
+    "    data = torch.utils.data.Subset(data, range(rank, len(data), size))\n"
+    "    return DataLoader(data, ..., shuffle=True)"
+)
+BEGIN_MEASURING = (
+    "    average_gradients(model)\n"
+    "    dist.barrier()  # all begin together\n"
+    "    began = time.perf_counter()\n"
+)
+MEASURED_WITH_THE_FIRST = (
+    "    dist.barrier()  # all begin together\n"
+    "    began = time.perf_counter()\n"
+    "    average_gradients(model)\n"
 )
 
 # That each pattern of the rules has its name, tests/lab/evidence proves: one of them reaches a
@@ -179,6 +221,57 @@ LESSON_3 = [
         {1: "[sum(ariving) / size] * size"},
     ),
     WrongSolution(
+        "all_reduce",
+        3,
+        (r"on 3 ranks, rank 0 calls all_reduce 4 times\. This lesson averages with dist.gather",),
+        {0: "dist.all_reduce(parameter.grad)", 2: "parameter.grad /= size"},
+    ),
+    WrongSolution(
+        "all_gather",
+        3,
+        (r"calls all_gather 4 times",),
+        {
+            0: "every = [torch.empty_like(parameter.grad) for _ in range(size)]",
+            1: "dist.all_gather(every, parameter.grad)",
+            2: "parameter.grad.copy_(sum(every) / size)",
+        },
+        ("if rank == 0 else None  # a list", "# a list"),
+    ),
+    WrongSolution(
+        "broadcast",
+        3,
+        ("calls gather 4 times, broadcast 4 times",),
+        {2: "rank or parameter.grad.copy_(means[0]); dist.broadcast(parameter.grad, 0)"},
+    ),
+    WrongSolution(
+        "root 1",
+        3,
+        (r"rank 0 sends 1 times .* with gather and 0 times with scatter, not 0 and 2.*dst=0",),
+        {
+            0: "dist.gather(parameter.grad, arriving, dst=1)",
+            2: "dist.scatter(parameter.grad, means, src=1)",
+        },
+        ("rank == 0 else", "rank == 1 else"),
+    ),
+    WrongSolution(
+        "gathers twice",
+        3,
+        (r"rank 1 sends 2 times the gradients' size with gather",),
+        {0: "[dist.gather(parameter.grad, arriving, dst=0) for _ in range(2)]"},
+    ),
+    WrongSolution(
+        "another average",
+        3,
+        (r"the program trains without it: on 3 ranks, rank 0 calls all_reduce, and not gather",),
+        edit=("train(average_gradients)", f"train(lambda model: {ALL_REDUCE})"),
+    ),
+    WrongSolution(
+        "epoch on rank 0",
+        3,
+        (r"on rank 1, step \d+ has the samples of step 1\.", "same-order"),
+        edit=("        loader.sampler.set_epoch", EPOCH_ON_RANK_0),
+    ),
+    WrongSolution(
         "a name at the end",
         3,
         (r"the program fails in line \d+ of \S+ \(print.*NameError: .*'loss'",),
@@ -219,17 +312,61 @@ OTHERS = [
     WrongSolution(
         "rank 0's share",
         2,
-        ("1797 samples in an epoch, 599 different ones of 1797", "same-samples"),
+        ("1797 samples in epoch 1, 599 different ones of 1797", "same-samples"),
         {2: "0"},
     ),
     WrongSolution(
-        "all samples", 2, ("take 5391 samples in an epoch", "same-samples"), {1: "1", 2: "0"}
+        "all samples", 2, ("take 5391 samples in epoch 1", "same-samples"), {1: "1", 2: "0"}
     ),
     WrongSolution(
         "batch",
         2,
         ("3 epochs take 30 steps on 3 ranks, but 87", "wrong-global-batch"),
         {3: "GLOBAL_BATCH"},
+    ),
+    *of_lesson(
+        2,
+        {
+            "epoch on rank 0": (
+                {4: "dist.get_rank() or loader.sampler.set_epoch(epoch)"},
+                "take 1797 samples in epoch 2, 1401 different",
+                "uneven-coverage",
+            ),
+            "epoch times rank": (
+                {4: "loader.sampler.set_epoch(epoch * (dist.get_rank() + 1))"},
+                "samples in epoch 2",
+                "the same number",
+            ),
+            "two orders": (
+                {4: "loader.sampler.set_epoch(epoch % 2)"},
+                "rank 0's epoch 3 is its epoch 1",
+                "same-order",
+            ),
+            "the last rank's batch": (
+                {3: "GLOBAL_BATCH // size * (1 + rank // (size - 1))"},
+                "global batch.*(192|seen on rank 2)",
+            ),
+        },
+    ),
+    WrongSolution(
+        "epoch in the loop",
+        2,
+        ("epoch 2 is its epoch 1", "before its first batch"),
+        {4: "pass"},
+        (LOSS_LINE, f"            loader.sampler.set_epoch(epoch)\n{LOSS_LINE}"),
+    ),
+    WrongSolution(
+        "averages",
+        2,
+        ("on 3 ranks, rank 0 calls all_reduce", "send nothing"),
+        edit=(STEP, f"            {ALL_REDUCE}\n{STEP}"),
+    ),
+    WrongSolution(
+        "shares that stay",
+        2,
+        ("no DistributedSampler gives out samples",),
+        {4: "pass"},
+        edit=("    return DataLoader(data, ..., sampler=sampler)", FIXED_SHARES),
     ),
     WrongSolution("no epoch", 2, ("set_epoch", "same-order"), {4: "pass"}),
     WrongSolution(
@@ -274,6 +411,32 @@ OTHERS = [
             ),
         },
     ),
+    WrongSolution(
+        "the first counts",
+        4,
+        (r"measure\(0.04, 3\) returns 1.33 s, and must return 1 s",),
+        edit=(BEGIN_MEASURING, MEASURED_WITH_THE_FIRST),
+    ),
+    WrongSolution("not divided", 4, ("returns 3 s",), edit=("began) / steps", "began)")),
+    WrongSolution("bits", 4, ("returns 0.1 s",), edit=("1e6 / 4 / 1000", "1e6 / 40 / 1000")),
+    WrongSolution(
+        "all_reduce",
+        5,
+        (r"on 3 ranks, rank 0 calls all_reduce 1 time\. .*isend",),
+        edit=(ADD_UP, f"    dist.all_reduce(flat)\n{COPY_BACK}{ADD_UP}"),
+    ),
+    WrongSolution(
+        "whole tensors",
+        5,
+        ("sends 2 messages, 2 of them to the next rank, with 2 times .* A ring sends 4",),
+        edit=(ADD_UP, f"{WHOLE_TENSORS}{COPY_BACK}{ADD_UP}"),
+    ),
+    WrongSolution(
+        "straight to all",
+        5,
+        ("sends 4 messages, 2 of them to the next rank, with 1.33 times",),
+        edit=(ADD_UP, f"{STRAIGHT_TO_ALL}{COPY_BACK}{ADD_UP}"),
+    ),
     *of_lesson(
         5,
         {
@@ -301,6 +464,16 @@ OTHERS = [
                 "Something is None",
             ),
             "not awaited": ({2: "pass"}, "before its sum has arrived"),
+            "waits for the last": (
+                {2: "self.under_way[-1][2].wait()"},
+                "on 2 ranks a bucket is divided",
+                "before its sum has arrived",
+            ),
+            "waits for the first": (
+                {2: "self.under_way[0][2].wait()"},
+                "before its sum has arrived",
+            ),
+            "a barrier": ({2: "dist.barrier()"}, "before its sum has arrived"),
             "literal 2": ({3: "2"}, "divided by 2", "literal-divisor"),
             "counted as 0": ({4: "0"}, "step 1 is right, and in step 2"),
             "counted as 1": ({4: "1"}, "ready"),
@@ -342,6 +515,8 @@ OTHERS = [
         {
             "not called": ({0: "pass"}, "called it 3 times", "Nothing calls step"),
             "readings": ({1: "clock()"}, "returns 40 values", "readings of the clock"),
+            "whole seconds": ({1: "round(clock() - began)"}, r"\[1, 10, 2\] as numbers 20 to 22"),
+            "literal places": ({2: "13", 3: "27"}, r"median_interval\(.* fails in line"),
             "narrow": ({2: "math.floor(n / 2 - 0.5 * n**0.5)"}, "91.8 % hold", "numbers 16 and 27"),
             "rounded up": ({2: "math.ceil(n / 2 - 0.98 * n**0.5)"}, "numbers 14 and 27"),
             "no number": (
@@ -349,6 +524,27 @@ OTHERS = [
                 r"median_interval\(\[.*\) fails in line \d+ .*TypeError",
             ),
         },
+    ),
+    WrongSolution(
+        "one clock",
+        8,
+        ("All are equal: one clock around all steps",),
+        edit=("    return seconds\n", "    return [sum(seconds) / steps] * steps\n"),
+    ),
+    WrongSolution(
+        "late steps cut",
+        8,
+        (r"\[1.046875, 2.0, 1.578125\] as numbers 20 to 22, not \[1.046875, 10.0",),
+        edit=("seconds.append(...)", "seconds.append(min(..., 2.0))"),
+    ),
+    WrongSolution(
+        "the mean",
+        8,
+        ("the middle is 29.5, and must be 20.5, the median. That is the mean",),
+        edit=("(values[(n - 1) // 2] + values[n // 2]) / 2", "sum(values) / n"),
+    ),
+    WrongSolution(
+        "not sorted", 8, ("hold the true median",), edit=("sorted(seconds)", "list(seconds)")
     ),
     *of_lesson(
         10,
