@@ -168,7 +168,8 @@ def examine(
     runs = [run for run in runs if not run.wanted_size] or runs[-1:]
     for run in runs:
         run.recording = shared_part(run.recording)
-    recordings = [run.recording for run in runs if not run.failure or run.recording.ranks]
+    # Ranks that never met have no numbers yet, and other records.
+    recordings = [run.recording for run in runs if not run.failure or run.recording.processes]
     checked = run_checks(recordings)
     failure = next((run.failure for run in runs if run.failure), stopped)
     if failure is not None:

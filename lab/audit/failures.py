@@ -53,7 +53,6 @@ _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+).*\n(?: {4,}(\S.*))?', re.MUL
 _ERROR = re.compile(r"[Ee]rror|Exception|printed nothing")
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _PRINTED = 4000  # characters of a rank's output that are read for the cause
-_FEWEST_STEPS = 4  # of which something can be said
 _MODULE = re.compile(r"No module named '?([\w.]+)")
 _MOST_FILES = 20_000  # to look at for a module of the user's own
 # Modules that scripts import from packages of others, for misspelt ones.
@@ -170,7 +169,7 @@ def _too_little(run: AuditRun) -> Failure | None:
             "the script trains on one rank only, so there is nothing to compare.",
             advice=f"Pass {{nodes}} and {{rank}} to it, or start it with torchrun: {_TORCHRUN}.",
         )
-    if recording.steps < min(_FEWEST_STEPS, run.settings.steps or _FEWEST_STEPS):
+    if recording.steps < run.settings.fewest_steps:
         return Failure(
             f"the script ended after {count(recording.steps, 'step')}, although no error was seen.",
             advice=f"Let it train longer, or pass --steps {recording.steps}.",

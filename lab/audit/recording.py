@@ -173,7 +173,7 @@ class RecordReader:
                 ranks[rank] = process
         others = [process for process in self.processes.values() if process not in ranks.values()]
         sizes = [group.world_size for process in ranks.values() for group in process.of(Group)]
-        size = max(sizes, default=len(ranks))
+        size = max(sizes, default=len(ranks) or facts.get("asked_size") or 0)
         return Recording(size, [ranks[rank] for rank in sorted(ranks)], others, **facts)
 
     def _read_numbers(self, pid: int) -> Numbers:

@@ -137,6 +137,7 @@ class CollectiveCall(LineRecord, tag="call"):
     is_async: bool = msgspec.field(name="async", default=False)
     within: Literal["forward", "backward"] | None = None
     wanted_world_size: int | None = msgspec.field(name="world", default=None)
+    meets: str | None = None
 
 
 class Done(AnyRecord, tag="done"):

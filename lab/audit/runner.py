@@ -35,6 +35,7 @@ HOOK = Path(__file__).with_name("probe") / "hook"
 DEFAULT_LIMIT_SECONDS = 300.0
 # Bytes that a process may print before the run is ended.
 MOST_OUTPUT = 256 * 2**20
+_FEWEST_STEPS = 4
 _POLL_SECONDS = 0.1
 # After the cut the run ends when nothing is recorded for so long, or for as long as before the cut,
 # up to the second number.
@@ -74,6 +75,11 @@ class RunSettings:
     cwd: Path = field(default_factory=Path.cwd)
     global_batch: int | None = None
     inputs: Sequence[bytes] = ()
+
+    @property
+    def fewest_steps(self) -> int:
+        """The fewest steps of which something can be said."""
+        return min(_FEWEST_STEPS, self.steps or _FEWEST_STEPS)
 
 
 def start_process(

@@ -16,6 +16,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from common.errors import reason_of
 from common.utils.atomic_files import read_regular
 from common.utils.processes import how_ended
 from common.utils.system import free_port
+from lab.audit.isolation import end_processes
 from lab.audit.runner import start_process
 from lab.grade.driver.mark import MARK
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:  # torch is imported only in the process that judges
 
 RUNNER = Path(__file__).with_name("driver")
 _LIMIT_SECONDS = 120.0
+_TRIED_SECONDS = 300.0  # of the ranks that try_here starts
 # Of what a rank printed; a check of the shipped courses returns up to half a megabyte.
 _MOST_LOG = 2**25
 _MOST_FLAWS = 100
@@ -172,8 +175,11 @@ def try_here(arguments: Sequence[str]) -> int:
             place = ["127.0.0.1", port, str(args.ranks), str(rank)]
             words = [sys.executable, str(RUNNER), str(driver), args.part, *place, args.script]
             started.append(start_process(words, os.environ, Path.cwd(), run.log(rank), given))
-        for rank, process in enumerate(started):
-            process.wait()
+        limit = time.monotonic() + _TRIED_SECONDS
+        while time.monotonic() < limit and any(process.poll() is None for process in started):
+            time.sleep(0.1)
+        end_processes([process.pid for process in started], Path(folder), grace_seconds=0.0)
+        for rank in range(len(started)):
             for line in run.log(rank).read_text(errors="replace").splitlines():
                 if line and not line.startswith(MARK):
                     print(f"rank {rank} | {line}")

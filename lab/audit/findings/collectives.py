@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from common.say import listed
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, gravest
 from lab.audit.findings.where import POINT_TO_POINT, SETUP, recording_exchanges
 from lab.audit.recording import RankRecords, Recording
@@ -45,12 +46,24 @@ _LEFT_OPEN = {
 
 def check(recording: Recording) -> Iterator[Outcome]:
     """Yield ``collectives-differ`` or that they agree, and ``group-unused``."""
+    yield from _meets_apart(recording)
     if recording.size < 2 or len(recording.ranks) < 2:
         return
     all_here = len(recording.ranks) == recording.size
     yield from _compare(recording, all_here=all_here)
     if all_here and not recording_exchanges(recording):
         yield from _unused(recording)
+
+
+def _meets_apart(recording: Recording) -> Iterator[Finding]:
+    """Yield that the ranks wait for each other at different places."""
+    calls = []
+    for process in recording.processes:
+        mine = [call for call in process.of(CollectiveCall) if call.name == "init_process_group"]
+        calls += mine[:1]
+    places = sorted({call.meets for call in calls if call.meets})
+    if len(places) > 1 and not any(process.of(Group) for process in recording.processes):
+        yield found("different-meeting-places", calls[0].at, places=listed(places, most=4))
 
 
 def _compare(recording: Recording, *, all_here: bool) -> Iterator[Outcome]:

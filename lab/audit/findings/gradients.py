@@ -27,6 +27,7 @@ from lab.audit.findings.where import (
     first_line,
     groups,
     lasting_optimizers,
+    never_synced,
     recording_exchanges,
     samples_of,
     unawaited,
@@ -347,11 +348,20 @@ def _rows(seen: _Seen) -> Outcome:
     if all_own and (mixing := _mixing_weights(seen)):
         line = exchange_line(recording, mixing[0].step)
         return seen.found("weights-averaged", line, kind="exchanged", sure=False, mixed=len(mixing))
-    if len(seen.bad) == 1 < len(seen.updates):
+    return _in_some_steps(seen, all_own) or _what_each_gets(seen, all_own)
+
+
+def _in_some_steps(seen: _Seen, all_own: bool) -> Outcome | None:
+    """Judge bad steps that are one among others, or are left out by DDP; None without such."""
+    if len(seen.bad) == len(seen.updates):
+        return None
+    if all_own and all(never_synced(seen.recording, update.step) for update in seen.bad):
+        return seen.found("own-gradient", seen.bad[0].records[0].at, kind="leftover")
+    if len(seen.bad) == 1:
         return Unknown(
             "gradients", f"the optimisers get the mean in all steps but step {seen.bad[0].step}"
         )
-    return _what_each_gets(seen, all_own)
+    return None
 
 
 def _mixing_weights(seen: _Seen) -> list[Update]:

@@ -184,6 +184,12 @@ def ends_without_sync(recording: Recording, step: int) -> bool:
     return True
 
 
+def never_synced(recording: Recording, step: int) -> bool:
+    """Return whether DDP averages in no backward of a step, on any rank: all under no_sync()."""
+    synced = [backward.synced for backward in in_step(recording.of(Backward), step)]
+    return bool(synced) and all(one is False for one in synced)
+
+
 def unawaited(recording: Recording, step: int) -> int:
     """Return how many asynchronous exchanges of gradients rank 0 never waits for in a step."""
     rank0 = recording.ranks[0]

@@ -71,8 +71,9 @@ call     a collective began: c, name, op, size (of its group), group (null for a
          gets if it gives none), dtype and shape (of the first tensor), step, peer (src, dst or
          null), async, content ("gradient", "weights" or "other"), within ("forward" if a model's
          that trains is under way, "backward" or null), world (the number of ranks that
-         init_process_group waits for, or null), at. init_process_group and new_group are calls as
-         well
+         init_process_group waits for, or null), meets (where it meets them: "address:port" or its
+         init_method; null for a store of the script), at. init_process_group and new_group are
+         calls as well
 done     c, seconds (until the call returned), own_thread (it was called in a thread of the script's
          own), error (null unless it failed); a second record after an asynchronous call's
          Work.wait, with seconds 0 and wait_seconds

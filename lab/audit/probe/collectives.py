@@ -142,6 +142,7 @@ class CallRecorder:
             shape = list(message[0].shape)
         return {
             "world": _world_size(given),
+            "meets": _meeting_point(given) if name == "init_process_group" else None,
             "op": getattr(given.get("op"), "name", None),
             "size": size,
             "group": _new_members(given) if name == "new_group" else _subgroup(group),
@@ -224,6 +225,16 @@ def _world_size(given: dict[str, Any]) -> int | None:
     if size > 0:
         return size
     return int(os.environ.get("WORLD_SIZE", 0)) or None
+
+
+def _meeting_point(given: dict[str, Any]) -> str | None:
+    """Return where init_process_group meets the other ranks; None for a store of the script."""
+    if given.get("store") is not None:
+        return None
+    method = given.get("init_method") or "env://"
+    if method != "env://":
+        return str(method)
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _subgroup(group: Any) -> list[Any] | None:

@@ -4,7 +4,7 @@
 sent. Then a training uses it, and at last the program runs as it is.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,7 +249,7 @@ def _with_next(rank: int, size: int) -> list[int]:
 def _sent(recorder: MessageRecorder, gradient_bytes: int) -> Sent:
     """Return what this rank has sent."""
     calls = Counter(message.kind for message in recorder.messages)
-    times: Counter = Counter()
+    times: defaultdict[str, float] = defaultdict(float)
     for message in recorder.messages:
         times[message.kind] += message.sent_bytes / gradient_bytes
     elsewhere = Counter(message.kind for message in recorder.messages if message.scope == "between")

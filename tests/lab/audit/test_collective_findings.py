@@ -146,3 +146,20 @@ def test_a_failure_of_the_probe_is_said(part, answer):
     assert [
         one for one in unseen(checked) if part in one and "KeyError: 'x'" in one and "itself" in one
     ]
+
+
+@pytest.mark.parametrize(
+    ("places", "found"),
+    [(("127.0.0.1:1", "127.0.0.1:2"), True), (("127.0.0.1:1",) * 2, False), ((None,) * 2, False)],
+)
+def test_ranks_that_wait_at_different_places_never_meet(places, found):
+    processes = []
+    for number, place in enumerate(places):
+        process = Rank(number)
+        process.record("call", name="init_process_group", c=0, step=0, meets=place, world=2)
+        processes.append(process)
+    outcomes = list(check(Recording(2, [], others=processes, hung=True)))
+    names = [one.name for one in outcomes if isinstance(one, Finding)]
+    assert ("different-meeting-places" in names) == found
+    if found:
+        assert all(place in outcomes[0].evidence[0] for place in places)
