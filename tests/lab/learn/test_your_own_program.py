@@ -69,5 +69,5 @@ def test_the_audit_calls_the_program_right(tmp_path):
         for size in (2, 3)
     ]
     checked = run_checks(recordings)
-    assert verdict(recordings, checked.findings, checked.unknown).answer == "yes"
+    assert verdict(recordings, checked.findings, checked.properties).answer == "yes"
     assert {finding.name for finding in checked.findings} <= {"padding-sampler"}
