@@ -156,7 +156,8 @@ class AuditContent(msgspec.Struct):
         if longest.epochs:
             seen += f" in {count(longest.epochs, 'epoch')}"
         if longest.evaluations:
-            seen += f" and {count(longest.evaluations, 'evaluation')}"
+            evaluations = count(longest.evaluations, "evaluation")
+            seen += f" and {evaluations}, whose metrics are not judged,"
         if longest.short_epochs:
             seen += f" ({longest.short_epochs} of the epochs made short)"
         ran = counts((run.ranks for run in self.runs), "rank")
