@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.errors import print_to_stderr, reason_of
@@ -20,7 +20,9 @@ def standard_streams() -> Iterator[None]:
     """
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # In a forked process a pipe may have taken the place of a file: "Illegal seek".
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             yield

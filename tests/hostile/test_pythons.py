@@ -25,7 +25,7 @@ OF_A_SCRIPT = "python puts the script's own folder first, and not the current on
 WITHOUT = {
     "common/distributed/spawn.py:rank_commands": "the caller's words follow",
     "common/distributed/spawn.py:launch_local_ranks": "the caller's words follow",
-    "common/cli.py:main": "what torchrun's user types; the part's own children get -P before it",
+    "common/cli.py:_main": "what torchrun's user types; the part's own children get -P before it",
     "lab/compare/executors.py:run": "the caller's words follow",
     "lab/compare/jobs.py:_run_part": "part_command's words follow",
     "lab/compare/prediction.py:_measure_network": "starts in the project's folder",
@@ -42,6 +42,7 @@ WITHOUT = {
     "lab/grade/demands.py:_torchrun": "runs in the sandbox, where a student types torchrun",
     "benchmarks/gpu.py:plan": "run_step starts it in the project's folder",
     "lab/grade/judge.py:try_here": OF_A_SCRIPT,
+    "lab/grade/ordinary_user.py:refused": "starts in the system's root folder",
     "lab/grade/sandbox.py:refused": "runs in the sandbox, in an empty folder",
     "lab/cluster/program.py:parse_python": "compares a user's words",
     "benchmarks/gpu.py:run_step": "starts in the project's folder",

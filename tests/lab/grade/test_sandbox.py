@@ -257,7 +257,8 @@ def test_files_that_lie_in_memory_count_as_memory(stranger, script):
     )
     assert found, (said, why)
     in_processes, in_files = map(float, found.groups())
-    assert in_processes < 0.08 < 0.1 < in_files
+    assert in_processes < 0.08
+    assert in_files > 0.146 - 0.08
 
 
 def test_a_folder_in_memory_is_no_larger_than_the_memory(stranger):
