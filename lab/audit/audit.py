@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.say import count, counts
-from lab.audit.cli import CLOCK_STEPS, check_flags
+from lab.audit.cli import check_flags
 from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
@@ -48,7 +48,7 @@ def main_audit(args: argparse.Namespace) -> int:
     command = parse_command(args.flags, args.rank0)
     check_flags(args, command)
     settings = RunSettings(
-        steps=args.steps or (CLOCK_STEPS if args.clocks else None),
+        steps=args.steps,
         clocks=args.clocks,
         limit_seconds=args.timeout,
         global_batch=args.global_batch,

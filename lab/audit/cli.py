@@ -13,7 +13,6 @@ from common.utils.system import usable_cores
 from lab.audit.command import AuditCommand, with_python
 from lab.flags import add_command
 
-CLOCK_STEPS = 40  # with --clocks, as many as the assignment's report of times needs
 _RANKS_PER_CORE = 4
 _TEXT_FLAGS = ("--rank0", "--json", "--html", "--keep")
 _PROGRAM = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|mpirun|srun|env|bash|sh)")
@@ -56,13 +55,13 @@ def _add_flags_of_the_run(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         help="end the script after so many optimiser steps (default: it runs to its end, with "
-        "short epochs where it is slow, and is ended if it still trains after 24 s; with --clocks "
-        "after 40 steps)",
+        "short epochs where it is slow, and is ended if it still trains after 24 s, or with "
+        "--clocks after 96 s)",
     )
     parser.add_argument(
         "--clocks",
         action="store_true",
-        help="also check how the script measures its time (watches more steps, see --steps)",
+        help="also check how the script measures its time (and watch more of a slow one)",
     )
     parser.add_argument(
         "--global-batch",

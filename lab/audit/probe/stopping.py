@@ -31,6 +31,7 @@ from .pace import Pace, group_size
 from .state import Probe, patch
 
 MOST_SECONDS = 24.0  # of training
+MOST_WITH_CLOCKS = 96.0  # so that a slow script comes to its times, of 40 steps or more
 FEWEST_STEPS = 8  # before the cut, however long they take
 STEPS_AHEAD = 2  # between the decision to cut and the cut: no rank is further ahead
 STEPS_AFTER_REPORT = 3  # so that a script that ends its loop by itself and reports is not cut
@@ -138,7 +139,8 @@ class Stopping:
 
     def agreed_last(self) -> int | None:
         """Return after how many updates all ranks are cut; None if they go on."""
-        overdue = self.first_step and time.monotonic() > self.first_step + MOST_SECONDS
+        most = MOST_WITH_CLOCKS if self.probe.settings.get("clocks") else MOST_SECONDS
+        overdue = self.first_step and time.monotonic() > self.first_step + most
         if overdue and self.done >= FEWEST_STEPS:
             return int(self.board.decide("last step", self.done + STEPS_AHEAD))
         decided = self.board.decided("last step")

@@ -83,7 +83,7 @@ begin = dates.datetime.now()
 for _ in range(10): iteration()
 print((dates.datetime.now() - begin).total_seconds() / 10)
 """
-CUT = "times = []\nfor _ in torch.utils.data.DataLoader(range(60)): times.append(interval())\n"
+LOOP = "times = []\nfor _ in torch.utils.data.DataLoader(range(44)): times.append(interval())\n"
 DIVISOR, WITH_FIRST = "clock-wrong-divisor", "clock-first-iteration"
 CASES = {
     "dates": (FIRST + DATES.format(10, 10), "right"),
@@ -109,9 +109,9 @@ CASES = {
     "first in a span": (SPAN.format(10), WITH_FIRST),
     "span that ends within a step": (FIRST + SPAN.format(11), "right"),
     "divisor of a span": (FIRST + SPAN.format(8), DIVISOR),
-    "after the cut": (FIRST + CUT + "print(sum(times) / len(times))", "right"),
-    "divisor after the cut": (FIRST + CUT + "print(sum(times) / 40)", "unknown"),
-    "first after the cut": (CUT + "print(sum(times) / len(times))", WITH_FIRST),
+    "in a loop over a loader": (FIRST + LOOP + "print(sum(times) / len(times))", "right"),
+    "divisor of a loop over a loader": (FIRST + LOOP + "print(sum(times) / 40)", DIVISOR),
+    "first of a loop over a loader": (LOOP + "print(sum(times) / len(times))", WITH_FIRST),
 }
 PLAIN = """
 begin = time.time()
@@ -132,8 +132,8 @@ print(f"{value / 2:.3f}")
 
 
 def record(folder, body, start=start_forked):
-    """Return the recording of a script of one process, which is cut after 33 steps."""
-    end = run_script(folder, SCRIPT + body, start=start, steps=30, clocks=True)
+    """Return the recording of a script of one process."""
+    end = run_script(folder, SCRIPT + body, start=start, clocks=True)
     assert end.statuses == (0,), end.output(0)
     (one,) = end.recording.processes
     ranks = [RankRecords(one.pid, one.records, one._numbers, rank) for rank in (0, 1)]
