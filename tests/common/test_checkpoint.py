@@ -4,9 +4,8 @@ import io
 import os
 import pickle
 import random
-import resource
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -21,6 +20,7 @@ from common.utils.atomic_files import write_atomically
 from common.utils.hashing import digest
 from lab.proofs import ranks
 from tests.helpers import wait_until
+from tests.helpers.full_disk import room_for
 
 
 def _small_model(*, channels=4):
@@ -243,30 +243,19 @@ def test_other_architectures_weights(saved):
             load_model_state(_small_model(), loaded, name="Epoch_3.pt")
 
 
-@contextmanager
-def _room_for(nbytes):
-    """Let this process write files of at most so many bytes, as if the disk were full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_full_disk_leaves_the_old_file(saved, tmp_path):
     """The error names the path; no new file and no temporary one remains."""
     old, new = tmp_path / "Epoch_3.pt", tmp_path / "Epoch_4.pt"
     old.write_bytes(saved[0])
     entries = saved[1] | {"epoch": 4}
     for path, room in ((old, 2000), (old, 0), (new, 5000)):
-        with _room_for(room), pytest.raises(UserError) as full:
+        with room_for(room), pytest.raises(UserError) as full:
             save_checkpoint(path, entries)
         assert str(path) in str(full.value)
         assert "\n" not in str(full.value)
         assert [entry.name for entry in tmp_path.iterdir()] == ["Epoch_3.pt"]
         assert old.read_bytes() == saved[0]
-    with _room_for(10**6):
+    with room_for(10**6):
         save_checkpoint(new, entries)
     assert load_checkpoint(new)["epoch"] == 4
 

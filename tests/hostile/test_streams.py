@@ -1,10 +1,8 @@
 """Hostile streams and nested code: what has no end, or no line end, is refused in little memory."""
 
 import os
-import resource
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 
@@ -15,6 +13,7 @@ from lab.grade.demands import _argv_names
 from lab.plot_style import plt
 from lab.report.drawings.svg import save
 from tests.helpers import LONG, ROOT, user_environment
+from tests.helpers.full_disk import room_for
 
 LIMITED = """
 import resource, sys
@@ -163,23 +162,12 @@ def test_names_of_hosts_in_any_encoding_are_kept(tmp_path, monkeypatch):
     assert written == b"10.0.0.1 a\n" + of_system.read_bytes()
 
 
-@contextmanager
-def _room_for(nbytes):
-    """Let this process write files of at most so many bytes, as if the disk were full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_figure_that_does_not_fit_leaves_the_earlier_one(tmp_path, capsys):
     """One of a prediction, and one of a report."""
     predicted, reported = tmp_path / "a.png", tmp_path / "b.png"
     for figure in (predicted, reported):
         figure.write_text("earlier")
-    with _room_for(1000):
+    with room_for(1000):
         assert main(["predict", "--nodes", "2", "--figure", str(predicted)]) == 2
         assert f"{predicted} could not be written" in capsys.readouterr().err
         with pytest.raises(UserError, match=r"b\.png could not be written"):
