@@ -110,8 +110,8 @@ def _check_room(folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < _ROOM_BYTES:
         raise UserError(
-            f"{folder} has {bytes_text(free)} free, and what the ranks print and record takes up to "
-            f"{bytes_text(_ROOM_BYTES)}: make room there, or choose another folder (TMPDIR, --keep)"
+            f"{folder} has {bytes_text(free)} free, and the ranks' output and records take up to "
+            f"{bytes_text(_ROOM_BYTES)}: make room, or choose another folder (TMPDIR, --keep)"
         )
 
 
