@@ -16,6 +16,7 @@ from lab.audit.findings import (
     endings,
     gradients,
     notices,
+    randomness,
     samples,
     weights,
 )
@@ -26,7 +27,7 @@ from lab.audit.recording import Recording
 from lab.audit.records import Trouble
 
 # ``check(recording)`` of each is run, in this order.
-CHECKS = (endings, collectives, gradients, weights, samples, notices, clocks)
+CHECKS = (endings, collectives, gradients, weights, samples, randomness, notices, clocks)
 _OF_REPLICAS = (gradients, weights, samples)
 
 
