@@ -181,7 +181,7 @@ def _ddp_watched(messages: list[int], starts: list[NDArray]) -> Iterator[None]:
     def send(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if messages:
             messages[-1] += 1
-        return allreduce_hook(None, bucket)
+        return _mean(bucket)
 
     def noted(self: DistributedDataParallel, *given: Any, **options: Any) -> None:
         build(self, *given, **options)
@@ -260,7 +260,7 @@ def _buckets_of_vgg11(_names: Namespace) -> list[int]:
 
     def send(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         sent.append(bucket.buffer().nbytes)
-        return allreduce_hook(None, bucket)
+        return _mean(bucket)
 
     model = DistributedDataParallel(build_model("vgg11", num_classes=10))
     model.register_comm_hook(None, send)
@@ -268,6 +268,11 @@ def _buckets_of_vgg11(_names: Namespace) -> list[int]:
         sent.clear()
         model(torch.randn(4, 3, 32, 32)).sum().backward()
     return sent
+
+
+def _mean(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket over the ranks, as DDP does by itself."""
+    return allreduce_hook(dist.distributed_c10d._get_default_group(), bucket)
 
 
 def _flat(tensors: Iterable[Tensor]) -> NDArray:
