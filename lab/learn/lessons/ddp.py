@@ -44,7 +44,7 @@ def check(student: StudentFile, say: Say) -> float:
     return len(buckets)
 
 
-class Watched(NamedTuple):
+class DdpTraining(NamedTuple):
     """What a rank's training did.
 
     wrapped : how many times DDP was built.
@@ -69,7 +69,7 @@ class Watched(NamedTuple):
     own_names: list[str]
 
 
-def _wrong_training(ranks: Sequence[Watched]) -> str | None:
+def _wrong_training(ranks: Sequence[DdpTraining]) -> str | None:
     """Say what is wrong with what DDP sent and what the ranks trained; None if nothing is."""
     if not all(rank.wrapped for rank in ranks):
         return told(
@@ -102,7 +102,7 @@ def _wrong_training(ranks: Sequence[Watched]) -> str | None:
     return _unlike_one_process(ranks[0])
 
 
-def _unlike_one_process(rank: Watched) -> str | None:
+def _unlike_one_process(rank: DdpTraining) -> str | None:
     """Say how the weights differ from those of one process on the whole batches."""
     first, end = rank.one_process
     if _apart(rank.end, end) < EXACT:
@@ -121,7 +121,7 @@ def _unlike_one_process(rank: Watched) -> str | None:
     )
 
 
-def _wrong_checkpoint(ranks: Sequence[Watched]) -> str | None:
+def _wrong_checkpoint(ranks: Sequence[DdpTraining]) -> str | None:
     """Say what is wrong with the checkpoint; None if nothing is."""
     writers = [number for number, rank in enumerate(ranks) if rank.names is not None]
     if len(writers) != 1:
@@ -139,7 +139,7 @@ def _wrong_checkpoint(ranks: Sequence[Watched]) -> str | None:
     return None
 
 
-def _train_watched(student: Namespace) -> Watched:
+def _train_watched(student: Namespace) -> DdpTraining:
     """Train for an epoch and save, and record what DDP did; then train as one process does."""
     messages: list[int] = []
     batches: list[_Batch] = []
@@ -159,7 +159,7 @@ def _train_watched(student: Namespace) -> Watched:
     own = student["build_model"]()
     names, saved = _saved(student, model)
     start = starts[0] if starts else weights[0]
-    return Watched(
+    return DdpTraining(
         wrapped=len(starts),
         micro_batches=student["MICRO_BATCHES"],
         messages=messages,
