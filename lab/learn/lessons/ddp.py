@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.optim import optimizer as optimizer_hooks
 
+from common.distributed.collectives import gather_states
+from common.distributed.process_group import current_world
 from common.models import build_model
 from common.utils.gradient_fit import EXACT
 from lab.evidence import near
@@ -237,14 +239,16 @@ def _one_process(
 
     own : this rank's micro-batches. Collective.
     """
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, list(own))
+    world = current_world(torch.device("cpu"))
+    everybody = gather_states(world, {"batches": list(own)})
     nn.utils.vector_to_parameters(torch.tensor(start), model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=student["LEARNING_RATE"])
     micro_batches = student["MICRO_BATCHES"]
     weights: list[NDArray] = []
     for begin in range(0, len(own), micro_batches):
-        together = [batch for rank in everybody for batch in rank[begin : begin + micro_batches]]
+        together: list[_Batch] = []
+        for rank in everybody:
+            together += rank["batches"][begin : begin + micro_batches]
         images, labels = map(torch.cat, zip(*together, strict=True))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()
