@@ -225,7 +225,7 @@ MOST_STATEMENTS = {
     "lab": 280,
     "lab/audit": 5190,
     "lab/calibrate": 600,
-    "lab/cluster": 630,
+    "lab/cluster": 620,
     "lab/compare": 1020,
     "lab/comparison": 250,
     "lab/doctor": 390,
