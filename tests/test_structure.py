@@ -208,7 +208,7 @@ def test_functions_of_common_take_few_parameters():
 # "lab" are the files directly there. Lower a row with each cut; whoever raises one says in the
 # commit what for.
 MOST_STATEMENTS = {
-    "benchmarks": 850,
+    "benchmarks": 820,
     "common": 710,
     "common/config": 390,
     "common/data": 340,
@@ -233,9 +233,9 @@ MOST_STATEMENTS = {
     "lab/explain": 160,
     "lab/fleet": 100,
     "lab/grade": 2270,
-    "lab/learn": 1880,
+    "lab/learn": 1870,
     "lab/predict": 2030,
-    "lab/proofs": 490,
+    "lab/proofs": 260,
     "lab/report": 1790,
     "lab/ssh": 670,
     "lab/whatif": 420,
