@@ -225,10 +225,14 @@ class TrainingStep:
 
     def _seen_samples(self) -> tuple[int, int]:
         """Return how many samples the models' inputs have, and how many the losses' targets."""
-        first = [forward for backward in self.backwards for forward in backward.forwards[:1]]
-        losses = [backward.loss for backward in self.backwards if backward.loss is not None]
-        inputs = sum(forward.samples or 0 for forward in first)
-        return inputs, sum(loss.samples or 0 for loss in losses)
+        inputs = 0
+        in_losses = 0
+        for backward in self.backwards:
+            if backward.forwards:
+                inputs += backward.forwards[0].samples or 0
+            if backward.loss is not None:
+                in_losses += backward.loss.samples or 0
+        return inputs, in_losses
 
     def _inputs_tell(self, inputs: int, in_losses: int) -> bool:
         """Return whether the number of the model's inputs is that of the samples.

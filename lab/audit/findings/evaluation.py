@@ -51,7 +51,7 @@ def _judge(
     all_alike = len(set(map(frozenset, seen.shares))) == 1
     if all_alike and False not in data:
         return Right("evaluation", "every rank evaluates the same samples")
-    calls = [_combining(*pair) for pair in zip(loaders, epochs, strict=True)]
+    calls = list(map(_combining, loaders, epochs))
     if not all(calls):
         return _own_share(recording, len(seen.shares[0]))
     if not seen.repeats or False in data:

@@ -54,8 +54,10 @@ def contents_of(batch: Any, count: int) -> list[int] | None:
         batch = dict(batch)
     parts, _ = tree_flatten(batch)
     tensors = [part for part in parts if _has_rows(part, count)]
-    rows = [[plain(value) for value in row] for row in zip(*tensors)]
-    return [zlib.crc32(repr(row).encode()) for row in rows] or None
+    hashes = []
+    for row in zip(*tensors):
+        hashes.append(zlib.crc32(repr([plain(value) for value in row]).encode()))
+    return hashes or None
 
 
 def _has_rows(value: Any, count: int) -> bool:
