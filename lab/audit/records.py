@@ -139,6 +139,8 @@ class CollectiveCall(LineRecord, tag="call"):
     within: Literal["forward", "backward"] | None = None
     wanted_world_size: int | None = msgspec.field(name="world", default=None)
     meets: str | None = None
+    tensor: int | None = None
+    values: list[float] | None = None
 
 
 class Done(AnyRecord, tag="done"):
@@ -352,6 +354,21 @@ class Drew(AnyRecord, tag="drew"):
     states: dict[str, int]
 
 
+class FileRecord(LineRecord):
+    """What the records of a file of tensors have."""
+
+    step: int
+    path: str
+
+
+class Saved(FileRecord, tag="saved"):
+    """The script calls torch.save."""
+
+
+class Loaded(FileRecord, tag="loaded"):
+    """The script calls torch.load."""
+
+
 # --- clocks ---
 
 
@@ -406,6 +423,8 @@ Record = (
     | Trained
     | EpochOver
     | Drew
+    | Saved
+    | Loaded
     | Clock
 )
 
