@@ -208,7 +208,7 @@ def test_functions_of_common_take_few_parameters():
 # "lab" are the files directly there. Lower a row with each cut; whoever raises one says in the
 # commit what for.
 MOST_STATEMENTS = {
-    "benchmarks": 950,
+    "benchmarks": 820,
     "common": 710,
     "common/config": 390,
     "common/data": 340,
@@ -223,9 +223,9 @@ MOST_STATEMENTS = {
     "common/utils": 790,
     "courses": 400,
     "lab": 280,
-    "lab/audit": 5060,
+    "lab/audit": 5215,
     "lab/calibrate": 600,
-    "lab/cluster": 630,
+    "lab/cluster": 620,
     "lab/compare": 1020,
     "lab/comparison": 250,
     "lab/doctor": 390,
@@ -233,9 +233,9 @@ MOST_STATEMENTS = {
     "lab/explain": 600,
     "lab/fleet": 100,
     "lab/grade": 2270,
-    "lab/learn": 1880,
+    "lab/learn": 2010,
     "lab/predict": 2030,
-    "lab/proofs": 490,
+    "lab/proofs": 260,
     "lab/report": 1790,
     "lab/ssh": 670,
     "lab/whatif": 420,

@@ -60,6 +60,7 @@ class Start(AnyRecord, tag="start"):
     executable: str | None
     variables: dict[str, str]
     hinted_rank: int | None = msgspec.field(name="hint")
+    parent_pid: int | None = msgspec.field(name="ppid", default=None)
 
 
 class TorchImported(AnyRecord, tag="torch"):
@@ -138,6 +139,8 @@ class CollectiveCall(LineRecord, tag="call"):
     within: Literal["forward", "backward"] | None = None
     wanted_world_size: int | None = msgspec.field(name="world", default=None)
     meets: str | None = None
+    tensor: int | None = None
+    values: list[float] | None = None
 
 
 class Done(AnyRecord, tag="done"):
@@ -344,6 +347,28 @@ class EpochOver(EpochRecord, tag="epoch"):
     cut: bool
 
 
+class Drew(AnyRecord, tag="drew"):
+    """A batch was made with random numbers; ``states``: hashes of the generators before it."""
+
+    indices: list[Index]
+    states: dict[str, int]
+
+
+class FileRecord(LineRecord):
+    """What the records of a file of tensors have."""
+
+    step: int
+    path: str
+
+
+class Saved(FileRecord, tag="saved"):
+    """The script calls torch.save."""
+
+
+class Loaded(FileRecord, tag="loaded"):
+    """The script calls torch.load."""
+
+
 # --- clocks ---
 
 
@@ -397,6 +422,9 @@ Record = (
     | Rest
     | Trained
     | EpochOver
+    | Drew
+    | Saved
+    | Loaded
     | Clock
 )
 

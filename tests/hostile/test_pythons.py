@@ -40,13 +40,10 @@ WITHOUT = {
     "lab/cluster/program.py:": "names of interpreters that a user types",
     "lab/compare/runner.py:": "names of facts",
     "lab/grade/demands.py:_torchrun": "runs in the sandbox, where a student types torchrun",
-    "benchmarks/gpu.py:plan": "run_step starts it in the project's folder",
     "lab/grade/judge.py:try_here": OF_A_SCRIPT,
     "lab/grade/ordinary_user.py:refused": "starts in the system's root folder",
     "lab/grade/sandbox.py:refused": "runs in the sandbox, in an empty folder",
     "lab/cluster/program.py:parse_python": "compares a user's words",
-    "benchmarks/gpu.py:run_step": "starts in the project's folder",
-    "benchmarks/cluster.py:on_cluster": OF_A_SCRIPT,
     "benchmarks/train_step.py:__init__": "a developer's program, in the project's folder",
     "benchmarks/train_step.py:peak_memory_bytes": OF_A_SCRIPT,
 }

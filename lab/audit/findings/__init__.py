@@ -14,9 +14,12 @@ from lab.audit.findings import (
     clocks,
     collectives,
     endings,
+    evaluation,
     gradients,
     notices,
+    randomness,
     samples,
+    saving,
     weights,
 )
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
@@ -26,7 +29,18 @@ from lab.audit.recording import Recording
 from lab.audit.records import Trouble
 
 # ``check(recording)`` of each is run, in this order.
-CHECKS = (endings, collectives, gradients, weights, samples, notices, clocks)
+CHECKS = (
+    endings,
+    collectives,
+    gradients,
+    weights,
+    samples,
+    randomness,
+    evaluation,
+    saving,
+    notices,
+    clocks,
+)
 _OF_REPLICAS = (gradients, weights, samples)
 
 

@@ -4,7 +4,7 @@ import sys
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import (
@@ -15,8 +15,10 @@ from lab.audit.records import (
     DdpHook,
     DeviceMesh,
     Done,
+    Evaluation,
     FsdpBuilt,
     Parameters,
+    RandomForward,
     Step,
     Trained,
 )
@@ -27,11 +29,36 @@ _NO_EXCHANGE = ("barrier", "object", "monitored", *SETUP)
 
 
 OfStep = TypeVar("OfStep", Backward, CollectiveCall)
+OncePerStep = TypeVar("OncePerStep", Evaluation, RandomForward)
+
+
+class ComputedWith(NamedTuple):
+    """What a rank's model and loss got in a backward, as hashes; some may be unknown."""
+
+    inputs: tuple[int | None, ...]
+    target: int | None
+
+
+def computed_with(backward: Backward) -> ComputedWith:
+    """Return what a backward computed with."""
+    target = None if backward.loss is None else backward.loss.target_hash
+    return ComputedWith(tuple(forward.input_hash for forward in backward.forwards), target)
 
 
 def in_step(records: Iterable[OfStep], step: int) -> list[OfStep]:
     """Return the records of a step."""
     return [record for record in records if record.step == step]
+
+
+def first_records(
+    recording: Recording, kind: type[OncePerStep]
+) -> dict[int, dict[int, OncePerStep]]:
+    """Return by step and rank the first record of a kind."""
+    by_step: dict[int, dict[int, OncePerStep]] = defaultdict(dict)
+    for rank in recording.ranks:
+        for record in rank.of(kind):
+            by_step[record.step].setdefault(rank.rank, record)
+    return by_step
 
 
 def uses_ddp(recording: Recording) -> bool:

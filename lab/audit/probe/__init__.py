@@ -73,13 +73,18 @@ call     a collective began: c, name, op, size (of its group), group (null for a
          that trains is under way, "backward" or null), world (the number of ranks that
          init_process_group waits for, or null), meets (where it meets them: "address:port" or its
          init_method; null for a store of the script), at. init_process_group and new_group are
-         calls as well
+         calls as well. Of few other numbers that are summed over all ranks also tensor (its number)
+         and values (those of this rank)
 done     c, seconds (until the call returned), own_thread (it was called in a thread of the script's
          own), error (null unless it failed); a second record after an asynchronous call's
          Work.wait, with seconds 0 and wait_seconds
 mesh     a DeviceMesh was built, so some communication may not be seen: at
 eval     first forward without gradients after ``step`` steps: step, buffers [[name, samples as a
          list]], batchnorm (number of BatchNorm layers), at
+drew     a batch was made with random numbers, in this process: indices (of the sampler), states
+         {generator: hash of its state before} of those that it drew from
+saved    torch.save to a file: step, path, at
+loaded   torch.load from a file: step, path, at
 random   a training forward that draws, as by dropout: step, hash (of the generators' states
          before it), at
 stands   this process has waited for 3 s in a function that communicates, and done nothing else: c
