@@ -122,9 +122,10 @@ def filled(text: str, words: dict[str, str]) -> str:
 
 def words_of(error: KnownError, message: str) -> dict[str, str]:
     """Return what the named groups of the entry's patterns match in a message."""
-    matches = (re.search(pattern, message) for pattern in error.patterns)
-    match = next(filter(None, matches), None)
-    return {name: word for name, word in match.groupdict().items() if word} if match else {}
+    for pattern in error.patterns:
+        if match := re.search(pattern, message):
+            return {name: word for name, word in match.groupdict().items() if word}
+    return {}
 
 
 def find_known(
@@ -136,13 +137,20 @@ def find_known(
     entry's ``near`` may ask for. before : what was printed so far, for ``after``.
     """
     first, _, _ = message.partition("\n")
-    matching = [error for error in known_errors() if _matches(error, message, around, before)]
-    hidden = {name for error in matching for name in error.hides}
-    of_first = {error.name for error in matching if _matches(error, first, around, before)}
-    shown = [error for error in matching if error.name not in hidden]
-    shown.sort(key=lambda error: KINDS.index(error.kind))
-    shown.sort(key=lambda error: of_first.isdisjoint({error.name, *error.hides}))
-    return shown[0] if shown else None
+    matching = []
+    hidden: set[str] = set()
+    of_first: set[str] = set()
+    for error in known_errors():
+        if _matches(error, message, around, before):
+            matching.append(error)
+            hidden.update(error.hides)
+            of_first |= {error.name} if _matches(error, first, around, before) else set()
+
+    def order(error: KnownError) -> tuple[bool, bool, int]:
+        is_further = of_first.isdisjoint({error.name, *error.hides})
+        return error.name in hidden, is_further, KINDS.index(error.kind)
+
+    return min(matching, key=order, default=None)
 
 
 def _matches(
@@ -162,12 +170,11 @@ def _known(episode: Episode) -> KnownError | None:
     def around() -> str:
         near = range(max(0, episode.place - _NEAR), min(log.end, episode.place + _NEAR))
         frames = [f'File "{one.file}", in {one.function}\n{one.source}' for one in episode.frames]
-        lines = [log.line(place) for place in near]
-        stream = [line.body for line in lines if line.stream == episode.line.stream]
-        return "\n".join([*frames, episode.heading, *stream])
+        lines = filter(lambda line: line.stream == episode.line.stream, map(log.line, near))
+        return "\n".join([*frames, episode.heading, *(line.body for line in lines)])
 
     def before() -> str:
-        return "\n".join(log.text(place) for place in log.telling if place <= episode.place)
+        return "\n".join(map(log.text, filter(episode.place.__ge__, log.telling)))
 
     message = ": ".join(filter(None, (episode.type, episode.message)))
     return find_known(message, around=around, before=before)
@@ -219,10 +226,11 @@ def _mark_handled(log: Log, found: Sequence[Episode]) -> None:
 
 def _first_of(errors: Sequence[Episode]) -> Episode:
     """Return the first of a chain that the table knows, else the first."""
+    hidden: set[str] = set()
     for one in errors:
         one.known = _known(one)
-    hidden = {name for one in errors if one.known for name in one.known.hides}
-    explained = [one for one in errors if one.known and one.known.name not in hidden]
+        hidden.update(one.known.hides if one.known else ())
+    explained = [one for one in errors if one.known and one.name not in hidden]
     first = [*explained, *errors][0]
     first.role = _role(first)
     first.explanation = " / ".join(f"it led to: {one.said}" for one in errors[1:])

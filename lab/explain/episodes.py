@@ -192,8 +192,10 @@ class Episode:
     @property
     def own_frame(self) -> TracebackFrame | None:
         """The innermost frame of the program itself."""
-        own = [frame for frame in self.frames if not frame.is_library]
-        return own[-1] if own else None
+        for frame in reversed(self.frames):
+            if not frame.is_library:
+                return frame
+        return None
 
     @property
     def raised_by(self) -> str:
@@ -214,14 +216,15 @@ class Episode:
         frame = self.own_frame
         if frame is None:
             return ""
-        calls = [one.function for one in self.frames if one.file.endswith("distributed_c10d.py")]
-        names = [name for name in calls if name not in _OUTER]
-        files = "".join(one.file for one in self.frames)
-        if "nn/parallel/distributed.py" in files:
-            names.insert(0, "DistributedDataParallel's forward")
-        elif "autograd/graph.py" in files:
-            names.append("backward")
-        return ", ".join([*names[:1], frame.place])
+        call = ""
+        for one in self.frames:
+            if one.file.endswith("nn/parallel/distributed.py"):
+                call = "DistributedDataParallel's forward, "
+            elif one.file.endswith("autograd/graph.py"):
+                call = "backward, "
+            elif one.file.endswith("distributed_c10d.py") and one.function not in _OUTER:
+                call = call or f"{one.function}, "
+        return call + frame.place
 
 
 def tracebacks(log: Log) -> list[list[Episode]]:
@@ -341,16 +344,16 @@ def exits(log: Log) -> list[Episode]:
         line = log.line(place)
         block = line.body
         if ROOT_CAUSE in block:
-            lines = range(place, min(place + 40, log.end))
-            block = "\n".join(log.line(one).body for one in lines)
-        matches = (pattern.match(block) for pattern in _EXITS)
-        if match := next(filter(None, matches), None):
+            lines = map(log.line, range(place, min(place + 40, log.end)))
+            block = "\n".join(line.body for line in lines)
+        for match in filter(None, (pattern.match(block) for pattern in _EXITS)):
             last = place + match[0].count("\n")
             episode = Episode(
                 log, place, last, line.body.strip(), status=_status(match.groupdict())
             )
             episode.ranks = _ranks(match.groupdict().get("rank"), line.rank)
             found.append(episode)
+            break
     named = {one.status: one for one in found if ROOT_CAUSE in one.message}
     for one in found:
         end = named.setdefault(one.status, one)

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, islice
 
 from common.errors import UserError, file_errors
 from common.utils.typed_json import without_colours
@@ -105,15 +104,19 @@ class Log:
         self._places: dict[bytes, list[int]] = defaultdict(list)
         for place, shape in enumerate(content.translate(None, _DIGITS).split(b"\n")[: self.end]):
             self._places[shape].append(place)
-        telling = (at for shape, at in self._places.items() if _TELLING.search(shape.lower()))
-        self.telling_shapes = [*islice(telling, _MOST_TELLING)]
+        self.telling_shapes: list[list[int]] = []
+        self.raising: list[int] = []
+        for shape, places in self._places.items():
+            if _RAISING.search(shape):
+                self.raising += places
+            if len(self.telling_shapes) < _MOST_TELLING and _TELLING.search(shape.lower()):
+                self.telling_shapes.append(places)
+        self.raising.sort()
         self.telling = [places[0] for places in self.telling_shapes]
-        raising = (at for shape, at in self._places.items() if _RAISING.search(shape))
-        self.raising = sorted(chain.from_iterable(raising))
         rank = _RANK_OF_FILE.search(name)
         self._rank = int(rank[1] or rank[2]) if rank else None
         self.line = lru_cache(maxsize=50_000)(self._line)
-        headers = (_LEARNT.match(self.text(places[0])) for places in self.telling_shapes)
+        headers = map(_LEARNT.match, map(self.text, self.telling))
         self._learnt = {header[1] for header in headers if header}
 
     def text(self, place: int) -> str:
