@@ -55,6 +55,7 @@ _LIBRARY = re.compile(
     r"|^torch[/\\]|[/\\](?:bin|scripts)[/\\](?:torchrun|accelerate|deepspeed|horovodrun)"
 )
 _PACKAGE = re.compile(r"(?:^|(?:site|dist)-packages[/\\])(\w+)")
+_WORK = re.compile(r"SeqNum=(\d{1,18}), OpType=(\w{1,40})")  # of NCCL's watchdog
 _OUTER = ("wrapper", "inner", "<module>")
 # --- exits, in the words of launchers, shells and schedulers ---
 OWN = "own_exception"
@@ -70,6 +71,7 @@ _SIGNALS = {
     "terminated": signal.SIGTERM,
     "floating point exception": signal.SIGFPE,
 } | {one.name.lower(): one for one in signal.Signals}
+_WINDOWS = {0xC0000005: signal.SIGSEGV, 0xC0000409: signal.SIGABRT, 0xC000013A: signal.SIGINT}
 _WORD = f"(?P<name>(?i:{'|'.join(name for name in _SIGNALS if not name.startswith('sig'))}))"
 _EXITS = [
     re.compile(f"(?:{pattern})", re.DOTALL)
@@ -214,6 +216,8 @@ class Episode:
     def standing(self) -> str:
         """In which call and line of the program it happened, "" if no frame tells."""
         frame = self.own_frame
+        if work := _WORK.search(self.message):
+            return f"{work[2]} with SeqNum {work[1]}"
         if frame is None:
             return ""
         call = ""
@@ -366,5 +370,7 @@ def _status(groups: dict[str, str | None]) -> int:
     if name := groups.get("name"):
         return -_SIGNALS.get(name.lower(), 0)
     code = int(groups.get("code") or 0)
+    if code in _WINDOWS:
+        return -_WINDOWS[code]
     number = int(groups.get("number") or code - 128)
     return -number if 0 < number < 65 else code

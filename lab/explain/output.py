@@ -127,8 +127,8 @@ def _details(one: Episode, where: str, flags: dict[str, str]) -> Iterator[str]:
     """Yield the line of the first failure, the program's line, how sure it is, cause and cure."""
     yield f"{where}: {_shortened(one.line.text.strip())}"
     if frame := one.own_frame:
-        yield f"at {frame.place}: {_shortened(frame.source)}"
-    if one.raised_by:
+        yield f"at {frame.place}: {_shortened(frame.source)}".removesuffix(": ")
+    if one.raised_by and one.role != "lifecycle":
         yield f"raised by {one.raised_by}"
     if one.explanation and one.role != "reaction":
         yield _shortened(one.explanation)
