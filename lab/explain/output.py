@@ -52,6 +52,7 @@ def _as_json(one: Episode, flags: dict[str, str]) -> dict[str, object]:
     return {
         "role": one.role,
         "certainty": one.certainty,
+        "reason": calm(one.reason),
         "ranks": sorted(one.ranks),
         "stream": one.line.stream,
         "file": one.log.name,
@@ -132,7 +133,7 @@ def _details(one: Episode, where: str, flags: dict[str, str]) -> Iterator[str]:
         yield f"raised by {one.raised_by}"
     if one.explanation and one.role != "reaction":
         yield _shortened(one.explanation)
-    yield f"{one.certainty}: {one.reason}"
+    yield f"{one.certainty}: {calm(one.reason)}"
     if known := one.known:
         yield f"cause ({known.certainty}): {known.title}. {known.cause}"
         yield f"cure:  {filled(known.cure, flags)}"
