@@ -14,9 +14,8 @@ from itertools import chain
 from lab.explain.streams import Log, LogLine
 
 _MOST_LINES = 4000  # of a traceback, with the lines of other streams between
-_MOST_STRANGE = 200  # lines in a traceback that are not of it
 _MOST_MESSAGE = 16  # lines
-_MOST_SEARCHED = 300  # lines, for the rest of a message
+_NEAR = 300  # lines, within which a traceback or a message goes on
 _MOST_EPISODES = 1000
 _HEADER = re.compile(r"Traceback \(most recent call last\)")
 _FRAME = re.compile(
@@ -276,7 +275,7 @@ def _read_traceback(log: Log, begin: int, taken: set[int]) -> Iterator[Episode]:
             unfinished -= 1
             if unfinished <= 0:
                 return
-        elif place > last + _MOST_STRANGE:
+        elif place > last + _NEAR:
             return
         else:
             continue
@@ -305,7 +304,7 @@ def _exception(episode: Episode, text: str, taken: set[int]) -> Episode:
     is_long = _LONG_MESSAGES.search(episode.type) is not None
     ended = False
     taken.add(episode.place)
-    for place, line in [*log.stream_from(episode.place, _MOST_SEARCHED)][1:]:
+    for place, line in [*log.stream_from(episode.place, _NEAR)][1:]:
         body = line.body.strip()
         belongs = is_long or line.indent > 0 or not texts[-1]
         episode.is_chained = _CHAINED.match(body) is not None
