@@ -168,6 +168,15 @@ class DdpBuilt(LineRecord, tag="ddp"):
     ranks: list[int] = []
 
 
+class DdpMissed(LineRecord, tag="missed"):
+    """A backward gave other gradients than DDP averages; by the names of parameters."""
+
+    step: int
+    unused: list[str] = []
+    late: list[str] = []
+    converted: list[str] = []
+
+
 class DdpHook(LineRecord, tag="hook"):
     """DistributedDataParallel got a communication hook."""
 
@@ -383,6 +392,7 @@ Record = (
     | Stands
     | Stack
     | DdpBuilt
+    | DdpMissed
     | DdpHook
     | FsdpBuilt
     | Backward

@@ -13,6 +13,7 @@ from common.say import counts
 from lab.audit.findings import (
     clocks,
     collectives,
+    ddp,
     endings,
     gradients,
     notices,
@@ -26,7 +27,7 @@ from lab.audit.recording import Recording
 from lab.audit.records import Trouble
 
 # ``check(recording)`` of each is run, in this order.
-CHECKS = (endings, collectives, gradients, weights, samples, notices, clocks)
+CHECKS = (endings, collectives, ddp, gradients, weights, samples, notices, clocks)
 _OF_REPLICAS = (gradients, weights, samples)
 
 

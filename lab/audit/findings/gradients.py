@@ -332,8 +332,8 @@ def _rows(seen: _Seen) -> Outcome:
     """
     recording = seen.recording
     all_own = all(update.evidence.gradients == {"its own"} for update in seen.bad)
-    if all_own and bypasses_ddp(recording):
-        return seen.found("ddp-bypassed", backward_line(recording))
+    if all_own and bypasses_ddp(recording, {update.step for update in seen.bad}):
+        return _bypassed(seen)
     if not recording_exchanges(recording):  # group-unused says it if they were to train together
         return Unknown("gradients", "the ranks exchange nothing")
     if averages_weights(recording):
@@ -349,6 +349,16 @@ def _rows(seen: _Seen) -> Outcome:
         line = exchange_line(recording, mixing[0].step)
         return seen.found("weights-averaged", line, kind="exchanged", sure=False, mixed=len(mixing))
     return _in_some_steps(seen, all_own) or _what_each_gets(seen, all_own)
+
+
+def _bypassed(seen: _Seen) -> Finding:
+    """Return that the bad steps' forwards bypass DDP, which may be built again and again."""
+    built = len(seen.recording.ranks[0].of(DdpBuilt))
+    kind = "always" if len(seen.bad) == len(seen.updates) else "some"
+    if kind == "some" and built > 2:
+        kind = "anew"
+    first = [one.at for one in seen.recording.of(Backward) if one.step == seen.bad[0].step]
+    return seen.found("ddp-bypassed", first_line(first), kind=kind, built=built)
 
 
 def _in_some_steps(seen: _Seen, all_own: bool) -> Outcome | None:
@@ -479,8 +489,9 @@ def _totals_before_clipping(updates: list[Update]) -> tuple[Numbers, Numbers]:
 def _all_alike(seen: _Seen) -> Outcome:
     """Judge ranks that all compute the same, so that the mean equals each rank's own gradient."""
     first = seen.updates[0]
-    if bypasses_ddp(seen.recording) and not exchanges(seen.recording, first.step):
-        return seen.found("ddp-bypassed", backward_line(seen.recording))
+    steps = {update.step for update in seen.updates}
+    if bypasses_ddp(seen.recording, steps) and not exchanges(seen.recording, first.step):
+        return _bypassed(seen)
     return Unknown(
         "gradients",
         f"all ranks compute the same gradient for {seen.whose}, so the audit"

@@ -27,6 +27,10 @@ searched the script looked through Python's memory, in which the probe's objects
 group    init_process_group: rank, world, at
 ddp      DistributedDataParallel was built: bytes and numbers (of the parameters that it averages),
          ranks (of its group), at
+missed   a backward through DistributedDataParallel gave other gradients than it averages; written
+         where this changes: step, unused (names of its parameters that got none), late (of those
+         that got one, and required none when it was built), converted (of those that a conversion
+         of the module has cut off from its hooks), at (the line that converted it, or built DDP)
 hook     DistributedDataParallel got a communication hook, whose calls are seen: name, at
 fsdp     fully_shard or FSDP1: at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw

@@ -29,14 +29,10 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .coordinates import COORDINATES
-from .sampling import checksum, is_sharded, join, square_norm, take, total, wide
+from .sampling import checksum, is_sampled, is_sharded, join, square_norm, take, total, wide
 from .state import Probe, named, patch, wrapped
 
 _STATE_PARAMETERS = 64
-# Of an optimiser the first steps are sampled, then one in some, and those where an epoch begins or
-# ends.
-_FIRST_STEPS = 64
-_ONE_IN = 16
 _AT_EPOCHS_ENDS = 2  # batches
 
 
@@ -236,7 +232,7 @@ class GradientWatch:
 
     def _is_sampled(self, watched: WatchedOptimizer) -> bool:
         """Return whether the numbers of an optimiser's current step are sampled."""
-        if watched.steps < _FIRST_STEPS or watched.steps % _ONE_IN == 0:
+        if is_sampled(watched.steps):
             return True
         if self._epoch is None:
             return False

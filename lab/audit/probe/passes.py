@@ -2,7 +2,7 @@
 
 Of the forward passes the outermost module of a call counts, and only if a gradient reaches its
 output later: the record ``backward`` lists those, with the loss from which the gradients came. The
-records ``ddp``, ``hook``, ``fsdp``, ``eval`` and ``random`` are written here as well.
+records ``ddp``, ``missed``, ``hook``, ``fsdp``, ``eval`` and ``random`` are written here as well.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules import module as hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from .sampling import checksum, take, tensors_in
+from .sampling import checksum, is_sampled, take, tensors_in
 from .state import Probe, named, patch
 
 _LOSSES = (
@@ -90,6 +90,11 @@ class PassWatch:
     _wrapped : the modules within some DDP.
     _through_ddp : DDP has been called in this forward.
     _synced : whether DDP was to average after its latest forward; None without DDP.
+    _averaged : by DDP, the parameters that it averages, with the nodes that its hooks lie on.
+    _built : by DDP, the script's line that built it.
+    _called : returns the DDP that was called last, or None.
+    _converted : the script's line that converted a module last, as by double().
+    _missed : what the latest record ``missed`` said.
     _pending : the forwards that a backward may reach.
     _random : a hash of the random state when the forward began.
     _evaluated : the latest step after which the script has evaluated.
@@ -105,6 +110,11 @@ class PassWatch:
         self._wrapped: Any = WeakIdKeyDictionary()
         self._through_ddp = False
         self._synced: bool | None = None
+        self._averaged: Any = weakref.WeakKeyDictionary()
+        self._built: Any = weakref.WeakKeyDictionary()
+        self._called: Callable[[], Any] = lambda: None
+        self._converted: list[Any] | None = None
+        self._missed: dict[str, list[str]] = {"unused": [], "late": [], "converted": []}
         self._pending: list[_Forward] = []
         self._random: int | None = None
         self._evaluated = 0
@@ -208,18 +218,54 @@ class PassWatch:
     # --- DDP ---
 
     def build_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
-        """Write the record ``ddp`` when one has been built."""
+        """See a DDP that has been built."""
         original(ddp, *args, **kwargs)
+        self._probe.guard(self._ddp_built)(ddp)
+
+    def _ddp_built(self, ddp: Any) -> None:
+        """Write the record ``ddp``, and remember which parameters it averages."""
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        self._built[ddp] = self._probe.place()
         self._probe.record(
             "ddp",
             bytes=nbytes,
             numbers=sum(parameter.numel() for parameter in trained),
             ranks=list(torch.distributed.get_process_group_ranks(ddp.process_group)),
-            at=self._probe.place(),
+            at=self._built[ddp],
         )
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
+        self._averaged[ddp] = WeakTensorKeyDictionary(
+            {parameter: _accumulator(parameter) for parameter in trained}
+        )
+
+    def convert(self, original: Any, module: Module, *args: Any, **kwargs: Any) -> Any:
+        """Note the line that converts a module, which may give its parameters new nodes."""
+        result = original(module, *args, **kwargs)
+        self._converted = self._probe.place()
+        return result
+
+    def _see_missed(self) -> None:
+        """Write the record ``missed`` if a backward gave other gradients than DDP averages."""
+        ddp = self._called()
+        if ddp not in self._averaged or not self._synced or not is_sampled(self._step):
+            return
+        gradients = self._probe.gradients
+        missed: dict[str, list[str]] = {"unused": [], "late": [], "converted": []}
+        for name, parameter in ddp.module.named_parameters():
+            own = gradients.known.get(parameter)
+            reached = own is not None and own.backward == gradients.backward
+            node = self._averaged[ddp].get(parameter)
+            if node is None and reached and name not in ddp.parameters_to_ignore:
+                missed["late"].append(name)
+            elif node is not None and not reached:
+                missed["unused"].append(name)
+            elif node is not None and node is not _accumulator(parameter):
+                missed["converted"].append(name)
+        if missed != self._missed:
+            self._missed = missed
+            at = self._converted if missed["converted"] else self._built.get(ddp)
+            self._probe.record("missed", step=self._step, **missed, at=at)
 
     def hook_ddp(self, original: Any, ddp: Any, state: Any, hook: Any) -> None:
         """Write the record ``hook`` before a communication hook is registered."""
@@ -230,6 +276,7 @@ class PassWatch:
     def call_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
         """Note that DDP runs the model, and whether it is to average the gradients."""
         self._through_ddp = True
+        self._called = weakref.ref(ddp)
         self._synced = getattr(ddp, "require_backward_grad_sync", None)
         self._probe.tell("ddp_forward")
         return original(ddp, *args, **kwargs)
@@ -301,6 +348,13 @@ class PassWatch:
             optimizers=self._probe.gradients.reached(),
             at=self._probe.place(),
         )
+        self._see_missed()
+
+
+def _accumulator(parameter: Tensor) -> Any:
+    """Return the node that adds to the ``.grad`` of a parameter."""
+    with torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def find_loss(root: Tensor) -> Any:
@@ -372,6 +426,7 @@ def watch(probe: Probe) -> None:
         grad=functools.partial(passes.backward, True),
     )
     if torch.distributed.is_available():
+        patch(Module, _apply=passes.convert)
         patch(
             DistributedDataParallel,
             __init__=passes.build_ddp,
