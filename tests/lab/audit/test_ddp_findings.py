@@ -44,6 +44,7 @@ def test_what_ddp_misses_is_a_fault_only_if_nothing_else_averages_it(how):
     (found,) = check(recorded(nothing_sent, **{how: ["fc.weight"]}))
     assert found.name == "ddp-misses-parameters"
     assert found.at.line == 5
-    assert "step 2" in found.evidence[0] and "fc.weight" in found.evidence[0]
+    assert "step 2" in found.evidence[0]
+    assert "fc.weight" in found.evidence[0]
     assert not list(check(recorded(mean, **{how: ["fc.weight"]})))
     assert not list(check(recorded(nothing_sent, unused=["fc.weight"])))
