@@ -304,6 +304,21 @@ class Stepped(OptimizerRecord, tag="stepped"):
     state: int | None
 
 
+class Unapplied(LineRecord, tag="unapplied"):
+    """Parameters that get gradients and lie in no optimiser, of a model that one trains.
+
+    numbers, every : how many numbers these parameters have, and all of the model.
+    own, held : samples of the rank's own gradients, and of what ``.grad`` held.
+    """
+
+    names: list[str]
+    steps: int
+    numbers: int
+    every: int
+    own: Samples
+    held: Samples
+
+
 # --- the loaders ---
 
 
@@ -402,6 +417,7 @@ Record = (
     | Weights
     | Step
     | Stepped
+    | Unapplied
     | Loader
     | Batch
     | Rest

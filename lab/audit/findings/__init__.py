@@ -18,6 +18,7 @@ from lab.audit.findings import (
     gradients,
     notices,
     samples,
+    unapplied,
     weights,
 )
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
@@ -27,7 +28,7 @@ from lab.audit.recording import Recording
 from lab.audit.records import Trouble
 
 # ``check(recording)`` of each is run, in this order.
-CHECKS = (endings, collectives, ddp, gradients, weights, samples, notices, clocks)
+CHECKS = (endings, collectives, ddp, gradients, weights, samples, unapplied, notices, clocks)
 _OF_REPLICAS = (gradients, weights, samples)
 
 

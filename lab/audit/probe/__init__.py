@@ -57,6 +57,11 @@ step     an update of an optimiser: o, step (from 0), optimizer, micro (backward
          had used), at
 stepped  follows it at once: o, step, seconds (of the update), state (hash of samples of the
          optimiser's state; null if it has none)
+unapplied at the end, of a model that an optimiser trains: names (of the parameters that got
+         gradients, lie in no optimiser that took a step, and did not change), steps (that left a
+         gradient unused, of those sampled), numbers (that these have), every (that all have), own
+         and held (samples of this rank's own gradients and of .grad at the latest of these), at
+         (the line that made them)
 loader   l (its number), dataset, length, batches, sampler, replicas, inner_length (of the innermost
          datasets; null where the indices within are not known), content (hash of samples that these
          hold, or null), at (a line that iterates over it), made (the line that made it)

@@ -1,5 +1,7 @@
 """What each optimiser gets, and what this rank computed for it: params, weights, step, stepped.
 
+What no optimiser gets, of a model that one trains, is in the record unapplied.
+
 A hook on each parameter sees this rank's gradient before it is added to ``.grad``, so also before
 DDP averages it (``OwnSum``). ``step`` is replaced in each class of torch.optim, and in each
 class of the script's when torch first makes one. torch's own hooks (register_step_pre_hook) run
@@ -46,6 +48,10 @@ class OwnSum:
     backward : the number of the latest of these in the process; -1 before the first.
     used : samples of ``.grad`` at the latest update that was sampled; None before the first.
     kept : whether ``.grad`` still held just that when this sum began; None where it was empty.
+    applied : an optimiser that holds the parameter has taken a step.
+    unapplied : the sampled steps at whose end ``.grad`` held a gradient, before ``applied``.
+    first : samples of the parameter at the first of these; None before it.
+    left : samples of the own gradient and of ``.grad`` at the latest of these.
     """
 
     samples: Tensor | None = None
@@ -54,6 +60,10 @@ class OwnSum:
     backward: int = -1
     used: Tensor | None = None
     kept: Tensor | None = None
+    applied: bool = False
+    unapplied: int = 0
+    first: Tensor | None = None
+    left: tuple[Tensor, ...] = ()
 
     def add(self, gradient: Tensor, held: Tensor | None, backward: int) -> None:
         """Add the gradient of one call of the hook.
@@ -90,6 +100,16 @@ class OwnSum:
         elif not self.backwards:
             before = take(held)
             self.kept = (before == self.used).all() & (before != 0).any()
+
+    def see_unapplied(self, parameter: Tensor) -> None:
+        """See at the end of a step whether it has left a gradient unused."""
+        held = parameter.grad
+        if self.applied or self.samples is None or held is None or not self.samples.any():
+            return
+        if self.first is None:
+            self.first = take(parameter)
+        self.unapplied += 1
+        self.left = (self.samples, take(held))
 
 
 class WatchedOptimizer:
@@ -225,10 +245,33 @@ class GradientWatch:
         self._epoch = epoch
 
     def ending(self) -> None:
-        """Write the weights with which the script ends, or which it is about to replace."""
+        """Write the weights with which the script ends, and what it leaves without an optimiser."""
         for watched in list(self._of.values()):
             if watched.number is not None:
                 self._write_weights(watched, last=True)
+        for named_parameters in self._probe.forwards.models():
+            self._write_unapplied(named_parameters)
+
+    def _write_unapplied(self, named_parameters: dict[str, Tensor]) -> None:
+        """Write which parameters of a model that trains get gradients, and never change."""
+        known = {name: self.known.get(tensor) for name, tensor in named_parameters.items()}
+        unapplied = {}
+        for name, own in known.items():
+            if own is None or own.first is None or own.applied:
+                continue
+            if torch.equal(own.first, take(named_parameters[name])):
+                unapplied[name] = own
+        if unapplied and any(own is not None and own.applied for own in known.values()):
+            self._probe.record(
+                "unapplied",
+                names=list(unapplied),
+                steps=min(own.unapplied for own in unapplied.values()),
+                numbers=sum(named_parameters[name].numel() for name in unapplied),
+                every=sum(tensor.numel() for tensor in named_parameters.values()),
+                own=self._probe.samples(own.left[0] for own in unapplied.values()),
+                held=self._probe.samples(own.left[1] for own in unapplied.values()),
+                at=self._model_line(named_parameters[name] for name in unapplied),
+            )
 
     def _is_sampled(self, watched: WatchedOptimizer) -> bool:
         """Return whether the numbers of an optimiser's current step are sampled."""
@@ -463,6 +506,10 @@ class GradientWatch:
             if own is not None:
                 own.backwards = 0
                 own.kept = None
+                own.applied = True
+        if is_sampled(watched.steps):
+            for tensor, own in list(self.known.items()):
+                own.see_unapplied(tensor)
         watched.steps += 1
         watched.clips = []
         watched.unscaled = False

@@ -192,13 +192,14 @@ class PassWatch:
             at=self._probe.place(),
         )
 
+    def models(self) -> list[dict[str, Tensor]]:
+        """Return the parameters of each model that was called, by name."""
+        roots = list(self._roots)
+        return [{_plain_name(name): one for name, one in root.named_parameters()} for root in roots]
+
     def names(self) -> dict[int, str]:
         """Return the names of all parameters of the models that were called, by id."""
-        return {
-            id(parameter): _plain_name(name)
-            for root in list(self._roots)
-            for name, parameter in root.named_parameters()
-        }
+        return {id(one): name for model in self.models() for name, one in model.items()}
 
     def _root(self, module: Module) -> Module:
         """Return the module that holds this one, at any depth; DDP itself is left out."""
