@@ -17,6 +17,7 @@ from lab.audit.findings import (
     endings,
     gradients,
     notices,
+    randomness,
     samples,
     weights,
 )
@@ -27,7 +28,7 @@ from lab.audit.recording import Recording
 from lab.audit.records import Trouble
 
 # ``check(recording)`` of each is run, in this order.
-CHECKS = (endings, collectives, ddp, gradients, weights, samples, notices, clocks)
+CHECKS = (endings, collectives, ddp, gradients, weights, samples, randomness, notices, clocks)
 _OF_REPLICAS = (gradients, weights, samples)
 
 
