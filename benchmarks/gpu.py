@@ -1,198 +1,37 @@
-"""Test and measure this project on a GPU that is lent for minutes; a later call goes on.
+"""Measure this project on a GPU: versions and rates, VGG-11's step, and SyncBatchNorm's.
 
-    python3 benchmarks/gpu.py --out reports/gpu --data FOLDER
-    python3 benchmarks/gpu.py --out reports/gpu --dry-run
+    python3 benchmarks/gpu.py machine vgg11 batchnorm
+    python3 benchmarks/gpu.py vgg11 --dry-run
 
-It runs from a checkout, without installation, with the Python that has torch. Each step is a
-process with a limit; one that fails or hangs does not affect the next. A step that does not fit
-into the rest of ``--budget-seconds`` waits for the next call with the same ``--out``, which runs
-what is not ``ok`` yet. ``--out`` gets results.json, written whole after each step, and the output
-of each step. A table comes last. --dry-run does the same on the CPU, with tiny sizes.
+It runs from a checkout, without installation, with the Python that has torch, and prints a line of
+JSON for each. ``--dry-run`` does the same on the CPU, with tiny sizes. gpu.md has the commands of
+tests and training.
 """
 
 import argparse
-import contextlib
-import importlib.util
 import json
-import os
-import re
 import statistics
-import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-CALL_SECONDS = 570
-DRY_RUN_TIMES = 4  # as long: other work shares the CPU
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 VGG11_MACS = 152.8e6  # multiply-adds of one sample's forward pass; backward counts twice as much
-IMPORTED_AS = {"scikit-learn": "sklearn", "pillow": "PIL"}
-RECIPE_SECONDS = {"vgg11-cifar10-fast": 150}  # limits; 500 for others
-CHILDREN = ("machine", "vgg11", "batchnorm")
-SUMMARY = ("step_seconds", "total_seconds", "test_accuracy", "peak_gpu_memory_bytes")
 
 
-class Step(NamedTuple):
-    """A process: the arguments of the Python interpreter, its limit, and the run that it leaves."""
-
-    name: str
-    command: list[str]
-    limit_seconds: float
-    run: Path | None = None
-
-
-def plan(args: argparse.Namespace) -> list[Step]:
-    """Return the steps in the order of their value."""
-    own = [__file__, "--out", str(args.out), *["--dry-run"] * args.dry_run]
-    small = ["--dataset", "digits", "--batch-size", "16", "--max-steps", "2", "--no-amp"]
-    flags = ["-o", "addopts=", "-q", "-rf", "--tb=short"]
-    flags += ["-n", "8"] if importlib.util.find_spec("xdist") else []
-    tests = ["tests/common", "tests/lab/calibrate/test_layer_profile.py"]
-    group = ["--distributed", "--world-size", "1"]
-    recipe = ["--recipe", args.recipe, *(["--epochs", str(args.epochs)] if args.epochs else [])]
-    recipe_limit = RECIPE_SECONDS.get(args.recipe, 500)
-
-    def run(name: str, limit: float, *words: str, folder: str = "") -> Step:
-        command = [*words, "--data-dir", str(args.data), *small * args.dry_run]
-        command += ["--output-dir", str(args.out), "--run-name", name]
-        return Step(name, command, limit, args.out / (folder or words[0].split("/")[0]) / name)
-
-    def with_seed(seed: int) -> Step:
-        name = f"{args.recipe}-seed{seed}" if seed else args.recipe
-        words = ["PartThree/main.py", *recipe, "--seed", str(seed)]
-        return run(name, recipe_limit, *words, folder=args.recipe)
-
-    return [
-        Step("machine", [*own, "--child", "machine"], 60),
-        Step("tests", ["-m", "pytest", *flags, "-m", "gpu", *tests], 300),
-        Step("vgg11", [*own, "--child", "vgg11"], 150),
-        Step("batchnorm", [*own, "--child", "batchnorm"], 90),
-        run("one", 60, "PartOne/main.py", folder="PartOne-none"),
-        *(
-            run(sync, 60, "PartTwo/main.py", "--sync", sync, *group, folder=f"PartTwo-{sync}")
-            for sync in ("gather_scatter", "all_reduce")
-        ),
-        run("ddp", 60, "PartThree/main.py", *group, folder="PartThree-ddp"),
-        *(with_seed(seed) for seed in range(args.seeds)),
-    ]
-
-
-def arguments() -> argparse.Namespace:
-    """Return the flags. Status 2 if nothing can run."""
+def main() -> None:
+    """Measure what was asked for, in that order."""
+    measures = {"machine": machine, "vgg11": vgg11, "batchnorm": batchnorm}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", required=True, type=Path, help="folder for results")
-    parser.add_argument("--data", default=REPOSITORY / "data", type=Path, help="of the datasets")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="run these steps, also again")
-    parser.add_argument("--recipe", default="vgg11-cifar10-fast", help="the last step's recipe")
-    parser.add_argument("--epochs", type=int, help="of the recipe, if it shall be shorter")
-    parser.add_argument("--seeds", default=1, type=int, help="runs of the recipe")
-    parser.add_argument("--budget-seconds", type=float, default=CALL_SECONDS, help="of this call")
+    parser.add_argument("what", nargs="+", choices=measures)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, tiny")
-    parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.out, args.data = args.out.resolve(), args.data.resolve()
-    if not args.child and (missing := missing_packages()):
-        parser.error(
-            f"{sys.executable} does not find {', '.join(missing)}: install them, or unpack their "
-            "wheels into a folder and put it on PYTHONPATH"
-        )
-    names = [step.name for step in plan(args)]
-    if wrong := set(args.only or ()) - set(names):
-        parser.error(f"--only: got {', '.join(wrong)}; choose from {names}")
-    return args
-
-
-def main() -> int:
-    """Run the steps that are left; return 1 if one failed."""
-    args = arguments()
-    if args.child:
-        measure = {"machine": machine, "vgg11": vgg11, "batchnorm": batchnorm}[args.child]
-        print(json.dumps(measure(args.dry_run)))
-        return 0
-    args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / "results.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
-    slower = DRY_RUN_TIMES if args.dry_run else 1
-    deadline = time.monotonic() + slower * args.budget_seconds
-    for step in plan(args):
-        left = deadline - time.monotonic()
-        known = results.get(step.name, {"status": "waits"})
-        wanted = known["status"] != "ok"
-        if args.only:
-            wanted = step.name in args.only
-        if wanted and slower * step.limit_seconds <= left:
-            known = run_step(step, args.out, slower * step.limit_seconds)
-        results[step.name] = known
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(results, indent=1) + "\n")
-        partial.replace(file)
-    failed = False
-    for name, result in results.items():
-        print(f"{name:<20} {result['status']:<7} {shown(result)}")
-        failed |= result["status"] not in ("ok", "waits")
-    return int(failed)
-
-
-def missing_packages() -> list[str]:
-    """Return the packages that this project needs and this Python lacks."""
-    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    named = [re.split(r"[^\w-]", need)[0] for need in settings["project"]["dependencies"]]
-    needed = [IMPORTED_AS.get(name, name) for name in [*named, "pytest"]]
-    return [name for name in needed if importlib.util.find_spec(name) is None]
-
-
-def run_step(step: Step, out: Path, limit_seconds: float) -> dict[str, Any]:
-    """Run one step, and end everything that it has started; return what becomes of it."""
-    # What these need is known to be there by now.
-    from common.utils.processes import adopt_orphans, start_child
-    from lab.fleet.supervision import kill_descendants
-
-    began = time.monotonic()
-    log = out / f"{step.name}.log"
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    adopt_orphans()
-    status = None
-    with log.open("wb") as output, contextlib.suppress(subprocess.TimeoutExpired):
-        status = start_child(
-            [sys.executable, *step.command],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": path},
-        ).wait(limit_seconds)
-    kill_descendants()  # nothing may hold the GPU any longer
-    lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-    ended = "failed"
-    if status is None:
-        ended = "killed"
-    elif status == 0:
-        ended = "ok"
-    found: dict[str, Any] = {"status": ended, "seconds": round(time.monotonic() - began, 1)}
-    try:
-        if step.run is not None:
-            summary = json.loads((step.run / "summary.json").read_text())
-            return found | {"result": {name: summary[name] for name in SUMMARY}}
-        return found | {"result": json.loads(lines[-1])}
-    except (ValueError, OSError):
-        return found | {"result": {"last line": lines[-1][:200]}}
-
-
-def shown(record: dict[str, Any]) -> str:
-    """Return what a step found, for its line of the table."""
-    found = {name: value for name, value in record.get("result", {}).items() if value is not None}
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in found.items()
-    )
-
-
-# --- what a child measures ---
+    for name in args.what:
+        print(json.dumps({name: measures[name](args.dry_run)}), flush=True)
 
 
 def seconds_of(action: Callable[[], object], calls: int) -> float:
@@ -373,4 +212,4 @@ def batchnorm_seconds(_rank: int, dry_run: bool) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -208,7 +208,7 @@ def test_functions_of_common_take_few_parameters():
 # "lab" are the files directly there. Lower a row with each cut; whoever raises one says in the
 # commit what for.
 MOST_STATEMENTS = {
-    "benchmarks": 950,
+    "benchmarks": 850,
     "common": 710,
     "common/config": 390,
     "common/data": 340,
@@ -223,7 +223,7 @@ MOST_STATEMENTS = {
     "common/utils": 790,
     "courses": 400,
     "lab": 280,
-    "lab/audit": 5140,
+    "lab/audit": 5270,
     "lab/calibrate": 600,
     "lab/cluster": 630,
     "lab/compare": 1020,

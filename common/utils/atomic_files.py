@@ -119,8 +119,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """
     with file_errors(
         f"{path} could not be written",
-        ": make room or permit writing there, or give another --output-dir; earlier files are "
-        "untouched",
+        ": make room or permit writing there, or choose another place; earlier files are untouched",
     ):
         path = regular_target(path)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -25,6 +26,7 @@ from typing import IO, cast
 import psutil
 
 from common.errors import UserError
+from common.say import bytes_text
 from common.utils.processes import descendants, start_child
 from lab.cluster import Cluster, tools
 from lab.cluster.network import namespace_file
@@ -33,6 +35,7 @@ from lab.fleet.namespaces import enter_words
 # Waits for the end of the audit, however it comes; what is just being killed may still write.
 _REMOVE = 'trap "" INT TERM HUP; cat; rm -rf "$0" || { sleep 2; rm -rf "$0"; }'
 _POLL_SECONDS = 0.05
+_ROOM_BYTES = 20_000_000
 _KILL_SECONDS = 5.0
 _NAMES = re.compile(
     r"(?P<interface>(?:eth|en|eno|ens|enp|enx|em|ib|wlan|wlp|bond|br|hsn|lan)\d[\w.-]{0,12})|"
@@ -88,15 +91,28 @@ def record_folder(keep: Path | None) -> Iterator[Path]:
         for number in (signal.SIGTERM, signal.SIGHUP):
             before = signal.signal(number, signal.default_int_handler)
             stack.callback(signal.signal, number, before)
-        folder = keep or Path(tempfile.mkdtemp(prefix="lab-audit-"))
-        folder.mkdir(parents=True, exist_ok=True)
         if keep is None:
+            _check_room(Path(tempfile.gettempdir()))
+            folder = Path(tempfile.mkdtemp(prefix="lab-audit-"))
             # Its stdin is closed when this process ends in any way: then it removes the folder.
             remove = ["sh", "-c", _REMOVE, str(folder)]
             stack.enter_context(
                 subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True)
             )
+        else:
+            folder = keep
+            folder.mkdir(parents=True, exist_ok=True)
+            _check_room(folder)
         yield folder.absolute()
+
+
+def _check_room(folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < _ROOM_BYTES:
+        raise UserError(
+            f"{folder} has {bytes_text(free)} free, and the ranks' output and records take up to "
+            f"{bytes_text(_ROOM_BYTES)}: make room, or choose another folder (TMPDIR, --keep)"
+        )
 
 
 # --- the processes of a run ---

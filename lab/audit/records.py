@@ -60,6 +60,7 @@ class Start(AnyRecord, tag="start"):
     executable: str | None
     variables: dict[str, str]
     hinted_rank: int | None = msgspec.field(name="hint")
+    parent_pid: int | None = msgspec.field(name="ppid", default=None)
 
 
 class TorchImported(AnyRecord, tag="torch"):
@@ -368,6 +369,13 @@ class EpochOver(EpochRecord, tag="epoch"):
     cut: bool
 
 
+class Drew(AnyRecord, tag="drew"):
+    """A batch was made with random numbers; ``states``: hashes of the generators before it."""
+
+    indices: list[Index]
+    states: dict[str, int]
+
+
 # --- clocks ---
 
 
@@ -423,6 +431,7 @@ Record = (
     | Rest
     | Trained
     | EpochOver
+    | Drew
     | Clock
 )
 

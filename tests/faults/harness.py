@@ -20,6 +20,7 @@ from pathlib import Path
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from common.utils.hashing import digest
 from tests.helpers import ROOT, Started, free_port, user_environment, wait_until
+from tests.helpers.full_disk import on_small_disk
 from tests.helpers.processes import running_in
 from tests.helpers.stage import GRACE, HURT, NOBODY, PATIENT, assert_equal_runs, hidden_files
 
@@ -28,12 +29,6 @@ TIMEOUT = 5
 """``--timeout`` in seconds for runs in which a rank is lost without a word."""
 PAUSE_SECONDS = 1.0
 SMALL_FILE = 5120
-ON_SMALL_DISK = (
-    *("unshare", "-Urm", "bash", "-c"),
-    'mount -t tmpfs -o size=400k none out && exec "$@"',
-    "bash",
-)
-"""Runs the command after it where the folder out is a disk of its own, while a process uses it."""
 WAYS = {"all_reduce": "PartTwo", "gather_scatter": "PartTwo", "ddp": "PartThree"}
 MOMENTS = {
     "start": "importing",
@@ -130,10 +125,10 @@ class Run:
         for rank in range(fault.ranks):
             command = [sys.executable, HURT, *hurt, ROOT / self._part / "main.py", *words]
             command += ["--rank", rank] if fault.ranks > 1 else []
-            on_small_disk = small and rank == fault.victim
-            command = [*(ON_SMALL_DISK if on_small_disk else ()), *map(str, [*command, *flags])]
+            disk = on_small_disk("400k") if small and rank == fault.victim else ()
+            command = [*disk, *map(str, [*command, *flags])]
             how = {"cwd": self.folder, "env": user_environment(TMPDIR=str(self.folder))}
-            self.processes.append(Started(command, **how, forked=not on_small_disk))
+            self.processes.append(Started(command, **how, forked=not disk))
 
     def let_go(self):
         """Let the victim continue."""

@@ -6,14 +6,12 @@ test-long``.
 
 import functools
 import signal
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import ACTIONS, ON_SMALL_DISK, WAYS, Fault, Promise, run_trial, train
+from tests.faults.harness import ACTIONS, WAYS, Fault, Promise, run_trial, train
 from tests.helpers import make_image_folder
+from tests.helpers.full_disk import why_no_small_disk
 
 PHASES = ("start", "meeting", "data", "training", "epoch", "checkpoint", "evaluation", "end")
 PLACES = ((1, 0), (2, 0), (2, 1))
@@ -114,16 +112,6 @@ def undisturbed(tmp_path_factory, images):
         return trained(fault.ranks, fault.way, "collective" if fault.phase == "collective" else "")
 
     return of
-
-
-@functools.cache
-def why_no_small_disk():
-    """Return why this user cannot mount a disk in a namespace; "" if that works."""
-    command = [*ON_SMALL_DISK, "true"]
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "out").mkdir()
-        tried = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30)
-    return tried.stderr.strip() if tried.returncode else ""
 
 
 @pytest.mark.parametrize("fault", [marked(*row) for row in enumerate(FAULTS)], ids=str)

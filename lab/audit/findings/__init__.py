@@ -17,6 +17,7 @@ from lab.audit.findings import (
     endings,
     gradients,
     notices,
+    randomness,
     samples,
     unapplied,
     weights,
@@ -28,7 +29,10 @@ from lab.audit.recording import Recording
 from lab.audit.records import Trouble
 
 # ``check(recording)`` of each is run, in this order.
-CHECKS = (endings, collectives, ddp, gradients, weights, samples, unapplied, notices, clocks)
+CHECKS = (
+    *(endings, collectives, ddp, gradients, weights, samples),
+    *(unapplied, randomness, notices, clocks),
+)
 _OF_REPLICAS = (gradients, weights, samples)
 
 

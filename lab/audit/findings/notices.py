@@ -1,9 +1,8 @@
 """Notices: what a student should know of, though it is no fault (exit status 0)."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,19 +16,16 @@ from lab.audit.findings.epochs import (
     training_steps,
 )
 from lab.audit.findings.finding import Finding, found
-from lab.audit.findings.where import backward_line, exchange_line, first_line
+from lab.audit.findings.where import backward_line, exchange_line, first_records
 from lab.audit.recording import Recording
-from lab.audit.records import CodeLine, Evaluation, RandomForward
-
-OfStep = TypeVar("OfStep", Evaluation, RandomForward)
-_FIRST_STEPS = 6
+from lab.audit.records import CodeLine, Evaluation
 
 
 def check(recording: Recording) -> Iterator[Finding]:
     """Yield the notices on a run."""
     if len(recording.ranks) < 2:
         return
-    for part in (_batchnorm, _equal_dropout, _shares, _accumulation, _uneven_batches):
+    for part in (_batchnorm, _shares, _accumulation, _uneven_batches):
         yield from part(recording)
 
 
@@ -48,15 +44,6 @@ def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
     yield replace(found("batch-grows", line, totals=totals), sizes=sizes)
 
 
-def _first_records(recording: Recording, kind: type[OfStep]) -> dict[int, dict[int, OfStep]]:
-    """Return by step and rank the first record of a kind."""
-    by_step: dict[int, dict[int, OfStep]] = defaultdict(dict)
-    for rank in recording.ranks:
-        for record in rank.of(kind):
-            by_step[record.step].setdefault(rank.rank, record)
-    return by_step
-
-
 class _Difference(NamedTuple):
     """How far a rank's buffer is from the first rank's when they evaluate after a step."""
 
@@ -71,7 +58,7 @@ class _Difference(NamedTuple):
 def _batchnorm(recording: Recording) -> Iterator[Finding]:
     """Compare the buffers with which the ranks evaluate after the same step."""
     differences = []
-    for step, records in _first_records(recording, Evaluation).items():
+    for step, records in first_records(recording, Evaluation).items():
         (first, reference), *others = sorted(records.items())
         if not reference.batchnorm_layers:
             continue
@@ -101,21 +88,6 @@ def _difference(one: list[float], other: list[float]) -> float:
     if not 0 < size < np.inf:
         return 0.0
     return float(np.linalg.norm(np.subtract(one, other)) / size)
-
-
-def _equal_dropout(recording: Recording) -> Iterator[Finding]:
-    """Compare the ranks' random states at the first dropout of the first six steps.
-
-    Later one rank may have drawn alone, as by evaluating after an epoch.
-    """
-    states = [
-        {record.state_hash for record in records.values()}
-        for step, records in _first_records(recording, RandomForward).items()
-        if step < _FIRST_STEPS and len(records) == recording.size
-    ]
-    if len(states) >= 2 and all(len(hashes) == 1 for hashes in states):
-        line = first_line(record.at for record in recording.of(RandomForward))
-        yield found("equal-dropout", line, ranks=recording.size, steps=len(states))
 
 
 def _shares(recording: Recording) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ PROPERTIES: Mapping[str, str] = {
     "order": "every epoch has another order",
     "batches": "the ranks have equally many batches",
     "in step": "the ranks skip batches and updates together",
+    "augmentation": "the ranks make their samples with different random numbers",
     "global batch": "all ranks together train on the batch that was asked for",
     "clocks": "the times that the script prints are of whole steps",
 }

@@ -89,6 +89,12 @@ def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
 # --- how many samples ---
 
 
+def train_apart(loaders: Loaders) -> bool:
+    """Return whether the ranks' loaders give each of them other samples."""
+    compared = [_compare(one, other) for one, other in combinations(loaders, 2)]
+    return all(isinstance(outcome, Right) for outcome, _ in compared)
+
+
 def _global_batch(recording: Recording, asked: int) -> Outcome:
     """Compare the samples of a step on all ranks with what was asked for.
 

@@ -15,8 +15,10 @@ from lab.audit.records import (
     DdpHook,
     DeviceMesh,
     Done,
+    Evaluation,
     FsdpBuilt,
     Parameters,
+    RandomForward,
     Step,
     Trained,
 )
@@ -27,11 +29,23 @@ _NO_EXCHANGE = ("barrier", "object", "monitored", *SETUP)
 
 
 OfStep = TypeVar("OfStep", Backward, CollectiveCall)
+OncePerStep = TypeVar("OncePerStep", Evaluation, RandomForward)
 
 
 def in_step(records: Iterable[OfStep], step: int) -> list[OfStep]:
     """Return the records of a step."""
     return [record for record in records if record.step == step]
+
+
+def first_records(
+    recording: Recording, kind: type[OncePerStep]
+) -> dict[int, dict[int, OncePerStep]]:
+    """Return by step and rank the first record of a kind."""
+    by_step: dict[int, dict[int, OncePerStep]] = defaultdict(dict)
+    for rank in recording.ranks:
+        for record in rank.of(kind):
+            by_step[record.step].setdefault(rank.rank, record)
+    return by_step
 
 
 def uses_ddp(recording: Recording) -> bool:

@@ -89,6 +89,8 @@ done     c, seconds (until the call returned), own_thread (it was called in a th
 mesh     a DeviceMesh was built, so some communication may not be seen: at
 eval     first forward without gradients after ``step`` steps: step, buffers [[name, samples as a
          list]], batchnorm (number of BatchNorm layers), at
+drew     a batch was made with random numbers, in this process: indices (of the sampler), states
+         {generator: hash of its state before} of those that it drew from
 random   a training forward that draws, as by dropout: step, hash (of the generators' states
          before it), at
 stands   this process has waited for 3 s in a function that communicates, and done nothing else: c

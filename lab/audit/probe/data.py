@@ -56,7 +56,7 @@ def contents_of(batch: Any, count: int) -> list[int] | None:
     tensors = [part for part in parts if _has_rows(part, count)]
     hashes = []
     for row in zip(*tensors):
-        hashes.append(zlib.crc32(repr([_plain(value) for value in row]).encode()))
+        hashes.append(zlib.crc32(repr([plain(value) for value in row]).encode()))
     return hashes or None
 
 
@@ -89,7 +89,7 @@ def held_content(dataset: Any) -> int | None:
         for index in _spread(range(length)):
             row = [getattr(sequence, "iloc", sequence)[index] for sequence in held]
             rows.append(row)
-            texts.append(repr([_plain(value) for value in row]))
+            texts.append(repr([plain(value) for value in row]))
     except Exception:  # the script's attributes may be of any class
         return None
     if not rows or not any(_tells(value) for value in rows[0]):
@@ -107,7 +107,7 @@ def _is_sequence(value: Any, length: int) -> bool:
     return bool(getattr(value, "shape", ())[:1] == (length,))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return an element of a tensor, an array or a list as what repr() shows in full."""
     if isinstance(value, torch.Tensor):
         return _spread(value.detach().reshape(-1)).tolist()

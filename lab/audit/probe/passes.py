@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from .randomness import torch_state
 from .sampling import checksum, is_sampled, take, tensors_in
 from .state import Probe, named, patch
 
@@ -142,7 +143,7 @@ class PassWatch:
             return
         self._running = weakref.ref(module)
         self.training = torch.is_grad_enabled() and module.training
-        self._random = _random_state() if self.training else None
+        self._random = torch_state() if self.training else None
         self._roots[self._root(module)] = True
         self._probe.tell("forward_begin", module)
 
@@ -156,7 +157,7 @@ class PassWatch:
         self._running = lambda: None
         if torch.is_grad_enabled():
             self._await_gradient(module, (arguments, *rest[:-1]), rest[-1])
-        if self.training and self._random != _random_state():  # it has drawn, as dropout does
+        if self.training and self._random != torch_state():  # it has drawn, as dropout does
             self._probe.record(
                 "random", step=self._probe.step, hash=self._random, at=self._probe.place()
             )
@@ -401,14 +402,6 @@ def _samples(tensor: Tensor | None) -> tuple[int | None, int | None]:
 def _plain_name(name: str) -> str:
     """Return the name of a parameter or buffer without DDP's prefix."""
     return name[len("module.") :] if name.startswith("module.") else name
-
-
-def _random_state() -> int:
-    """Return a hash of the generators' states; reading them draws nothing."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        states.append(torch.cuda.get_rng_state())
-    return checksum(states)
 
 
 def watch(probe: Probe) -> None:

@@ -294,7 +294,7 @@ def _watch(probe: Probe, execute: Callable[[Any], None], module: Any) -> None:
     """
     execute(module)
     probe.record("torch", version=str(sys.modules["torch"].__version__))
-    for part in ("optimizers", "passes", "collectives", "data", "stopping", "clocks"):
+    for part in ("optimizers", "passes", "collectives", "data", "randomness", "stopping", "clocks"):
         try:
             importlib.import_module(f".{part}", __package__).watch(probe)
         except Exception:
