@@ -226,6 +226,11 @@ class _Seen:
         first = self.updates[0].step
         return exchange_line(self.recording, first) or backward_line(self.recording)
 
+    @property
+    def bad_steps(self) -> set[int]:
+        """The steps of the bad updates."""
+        return {update.step for update in self.bad}
+
     def found(
         self,
         name: str,
@@ -332,7 +337,7 @@ def _rows(seen: _Seen) -> Outcome:
     """
     recording = seen.recording
     all_own = all(update.evidence.gradients == {"its own"} for update in seen.bad)
-    if all_own and bypasses_ddp(recording, {update.step for update in seen.bad}):
+    if all_own and bypasses_ddp(recording, seen.bad_steps):
         return _bypassed(seen)
     if not recording_exchanges(recording):  # group-unused says it if they were to train together
         return Unknown("gradients", "the ranks exchange nothing")
@@ -489,8 +494,7 @@ def _totals_before_clipping(updates: list[Update]) -> tuple[Numbers, Numbers]:
 def _all_alike(seen: _Seen) -> Outcome:
     """Judge ranks that all compute the same, so that the mean equals each rank's own gradient."""
     first = seen.updates[0]
-    steps = {update.step for update in seen.updates}
-    if bypasses_ddp(seen.recording, steps) and not exchanges(seen.recording, first.step):
+    if bypasses_ddp(seen.recording, seen.bad_steps) and not exchanges(seen.recording, first.step):
         return _bypassed(seen)
     return Unknown(
         "gradients",
@@ -500,22 +504,26 @@ def _all_alike(seen: _Seen) -> Outcome:
 
 
 def _scaled_in_loss(seen: _Seen) -> Finding | None:
-    """Return that each rank divides its loss by the ranks although the exchange does, too.
+    """Return that each rank divides its loss by the ranks, or multiplies it, and gets the mean.
 
-    None if the losses are not divided so. On two ranks half a squared error looks the same, a
-    common loss, so there only a classification's counts, and it is not certain.
+    None if neither. On two ranks half a squared error looks the same, a common loss, so there only
+    a classification's counts, and it is not certain.
     """
     first = seen.updates[0]
     losses = _losses(seen.recording, seen.updates)
     sure = first.size > 2
     if not losses.are_means or not (losses.classify or sure):
         return None
-    times_ranks = losses.weight * first.size
-    micro_batches = first.records[0].micro or 1
-    divided_by_ranks = near(times_ranks, 1) or near(times_ranks / micro_batches, 1)
-    if not divided_by_ranks or near(losses.weight, 1):
+    if near(losses.weight, 1):
         return None
-    return seen.found("scaled-in-loss", backward_line(seen.recording), sure=sure)
+    micro_batches = first.records[0].micro or 1
+    weights = {losses.weight, losses.weight / micro_batches}
+    name = None
+    if any(near(weight * first.size, 1) for weight in weights):
+        name = "scaled-in-loss"
+    elif micro_batches == 1 and near(losses.weight, first.size):
+        name = "multiplied-in-loss"
+    return seen.found(name, backward_line(seen.recording), sure=sure) if name else None
 
 
 def _right_mean(seen: _Seen, *, clipped: bool) -> Right:
@@ -731,8 +739,9 @@ def _contradicted(
     rates = {_rate_of_the_mean(recording) for recording in recordings}
     if len(rates) == 1 and None not in rates:
         contradicted.add("sum-not-mean")
-    if values["scaled-in-loss"].keys() < sizes:
-        contradicted.add("scaled-in-loss")
+    for name in ("scaled-in-loss", "multiplied-in-loss"):
+        if values[name].keys() < sizes:
+            contradicted.add(name)
     literal = values["literal-divisor"]
     constant = literal.keys() == sizes and np.ptp([*literal.values()]) < 1e-3
     twice = literal.keys() == {2} and max(values["averaged-twice"], default=0) > 2

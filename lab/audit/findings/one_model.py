@@ -35,6 +35,7 @@ _ITEM_BYTES = {"float64": 8, "float16": 2, "bfloat16": 2}
 # Findings that count the gradients' multiple of the mean: a loss that all ranks share has another.
 _OF_MULTIPLES = (
     *("sum-not-mean", "averaged-twice", "group-divisor", "literal-divisor", "scaled-in-loss"),
+    "multiplied-in-loss",
 )
 
 

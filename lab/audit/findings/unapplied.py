@@ -1,6 +1,6 @@
 """Parameters that get gradients in every step, and lie in no optimiser."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -19,24 +19,27 @@ def check(recording: Recording) -> Iterator[Finding]:
     Else they may be meant: of a large part that was trained before, a head alone may be trained.
     """
     for records in zip(*(rank.of(Unapplied) for rank in recording.ranks), strict=False):
-        first = records[0]
-        alike = all(record.names == first.names for record in records)
-        if not alike or min(record.steps for record in records) < _FEWEST_STEPS:
-            continue
-        pairs = list(zip(recording.ranks, records, strict=True))
-        own = np.array([rank.numbers(record.own) for rank, record in pairs])
-        held = np.array([rank.numbers(record.held) for rank, record in pairs])
-        exchanged = _same(held) and not _same(own)
-        meant = 2 * first.numbers > first.every or not exchanged
-        yield found(
-            "trains-a-part" if meant else "in-no-optimizer",
-            first.at,
-            count=count(len(first.names), "parameter"),
-            names=listed(first.names, most=4),
-            share=first.numbers / first.every,
-            steps=first.steps,
-            optimizer=first_line(one.at for one in recording.of(Parameters)) or "unknown",
-        )
+        alike = all(record.names == records[0].names for record in records)
+        if alike and min(record.steps for record in records) >= _FEWEST_STEPS:
+            yield _unapplied(recording, records)
+
+
+def _unapplied(recording: Recording, records: Sequence[Unapplied]) -> Finding:
+    first = records[0]
+    pairs = list(zip(recording.ranks, records, strict=True))
+    own = np.array([rank.numbers(record.own) for rank, record in pairs])
+    held = np.array([rank.numbers(record.held) for rank, record in pairs])
+    exchanged = _same(held) and not _same(own)
+    meant = 2 * first.numbers > first.every or not exchanged
+    return found(
+        "trains-a-part" if meant else "in-no-optimizer",
+        first.at,
+        count=count(len(first.names), "parameter"),
+        names=listed(first.names, most=4),
+        share=first.numbers / first.every,
+        steps=first.steps,
+        optimizer=first_line(one.at for one in recording.of(Parameters)) or "unknown",
+    )
 
 
 def _same(rows: np.ndarray) -> bool:

@@ -111,6 +111,12 @@ class OwnSum:
         self.unapplied += 1
         self.left = (self.samples, take(held))
 
+    def is_unapplied(self, parameter: Tensor) -> bool:
+        """Return whether no step has used the gradients, and the parameter is as it was."""
+        if self.first is None or self.applied:
+            return False
+        return torch.equal(self.first, take(parameter))
+
 
 class WatchedOptimizer:
     """The parameters of one optimiser, and what is known of its current step.
@@ -249,28 +255,23 @@ class GradientWatch:
         for watched in list(self._of.values()):
             if watched.number is not None:
                 self._write_weights(watched, last=True)
-        for named_parameters in self._probe.forwards.models():
-            self._write_unapplied(named_parameters)
+        for model in self._probe.forwards.models():
+            self._write_unapplied(model)
 
-    def _write_unapplied(self, named_parameters: dict[str, Tensor]) -> None:
+    def _write_unapplied(self, model: dict[str, Tensor]) -> None:
         """Write which parameters of a model that trains get gradients, and never change."""
-        known = {name: self.known.get(tensor) for name, tensor in named_parameters.items()}
-        unapplied = {}
-        for name, own in known.items():
-            if own is None or own.first is None or own.applied:
-                continue
-            if torch.equal(own.first, take(named_parameters[name])):
-                unapplied[name] = own
-        if unapplied and any(own is not None and own.applied for own in known.values()):
+        sums = {name: self.known.get(tensor, OwnSum()) for name, tensor in model.items()}
+        left = [name for name, own in sums.items() if own.is_unapplied(model[name])]
+        if left and any(own.applied for own in sums.values()):
             self._probe.record(
                 "unapplied",
-                names=list(unapplied),
-                steps=min(own.unapplied for own in unapplied.values()),
-                numbers=sum(named_parameters[name].numel() for name in unapplied),
-                every=sum(tensor.numel() for tensor in named_parameters.values()),
-                own=self._probe.samples(own.left[0] for own in unapplied.values()),
-                held=self._probe.samples(own.left[1] for own in unapplied.values()),
-                at=self._model_line(named_parameters[name] for name in unapplied),
+                names=left,
+                steps=min(sums[name].unapplied for name in left),
+                numbers=_numel(model[name] for name in left),
+                every=_numel(model.values()),
+                own=self._probe.samples(sums[name].left[0] for name in left),
+                held=self._probe.samples(sums[name].left[1] for name in left),
+                at=self._model_line(model[name] for name in left),
             )
 
     def _is_sampled(self, watched: WatchedOptimizer) -> bool:
@@ -530,6 +531,10 @@ def _outside_models(frame: Any) -> Iterator[tuple[Any, int]]:
 def _is_torchs(step: Any) -> bool:
     """Return whether this is the ``step`` of a class of torch.optim."""
     return str(step.__module__).startswith("torch.optim.")
+
+
+def _numel(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _zeros(parameter: Tensor) -> Tensor:

@@ -257,13 +257,9 @@ class PassWatch:
         for name, parameter in ddp.module.named_parameters():
             own = gradients.known.get(parameter)
             reached = own is not None and own.backward == gradients.backward
-            node = self._averaged[ddp].get(parameter)
-            if node is None and reached and name not in ddp.parameters_to_ignore:
-                missed["late"].append(name)
-            elif node is not None and not reached:
-                missed["unused"].append(name)
-            elif node is not None and node is not _accumulator(parameter):
-                missed["converted"].append(name)
+            how = _missed_how(parameter, self._averaged[ddp].get(parameter), reached=reached)
+            if how is not None and name not in ddp.parameters_to_ignore:
+                missed[how].append(name)
         if missed != self._missed:
             self._missed = missed
             at = self._converted if missed["converted"] else self._built.get(ddp)
@@ -353,10 +349,24 @@ class PassWatch:
         self._see_missed()
 
 
+def _missed_how(parameter: Tensor, node: Any, *, reached: bool) -> str | None:
+    """Return the field of ``missed`` that names a parameter; None if DDP averages what it awaits.
+
+    node : that DDP's hook lies on, or None.
+    reached : backward gave it a gradient.
+    """
+    if node is None:
+        return "late" if reached else None
+    if not reached:
+        return "unused"
+    return None if node is _accumulator(parameter) else "converted"
+
+
 def _accumulator(parameter: Tensor) -> Any:
     """Return the node that adds to the ``.grad`` of a parameter."""
     with torch.enable_grad():
-        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        view: Any = parameter.view_as(parameter)
+    return view.grad_fn.next_functions[0][0]
 
 
 def find_loss(root: Tensor) -> Any:
