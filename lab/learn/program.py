@@ -10,7 +10,7 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ class _Watch:
         if self._step is not None:
             self._step.sent_late += self._count_messages()
         if self._model is not None:
-            self.recording.end = _flat(self._model.parameters())
+            self.recording.end = flat(self._model.parameters())
 
     def _enter_module(self, module: nn.Module, inputs: tuple) -> None:
         self._depth += 1
@@ -203,15 +203,15 @@ class _Watch:
         """Return the gradients before backward."""
         if self._model is None:
             return torch.empty(0)
-        return _gradients(self._model)
+        return flat_gradients(self._model)
 
     def _end_backward(self, before: Tensor) -> None:
         """Record what backward has added to the gradients."""
         if self._model is None or self._batch is None:
             return
         images, labels = self._batch
-        own = _gradients(self._model) - before
-        start = _flat(self._model.parameters())
+        own = flat_gradients(self._model) - before
+        start = flat(self._model.parameters())
         step = ProgramStep(images, labels, start, before, own, sent_early=self._count_messages())
         self._step = step
         if len(self.recording.steps) < KEPT_STEPS:
@@ -227,7 +227,7 @@ class _Watch:
             ]
             self.recording.foreign |= set(given).isdisjoint(map(id, self._model.parameters()))
             self._step.sent += self._count_messages()
-            self._step.used = _gradients(self._model)
+            self._step.used = flat_gradients(self._model)
 
     def _after_update(self, *_: Any) -> None:
         self._count_messages()
@@ -240,15 +240,22 @@ class _Watch:
         return new
 
 
-def _flat(tensors: Any) -> Tensor:
+def flat(tensors: Iterable[Tensor]) -> Tensor:
     """Return the numbers of tensors in one tensor of their own."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def _gradients(model: nn.Module) -> Tensor:
-    """Return all gradients, zeros for those that are None."""
+def flat_gradients(model: nn.Module, *, missing: float = 0.0) -> Tensor:
+    """Return all gradients in one tensor; ``missing`` stands for each number of a None."""
     found: list[Tensor] = []
     for parameter in model.parameters():
         gradient = parameter.grad
-        found.append(torch.zeros_like(parameter) if gradient is None else gradient)
-    return _flat(found)
+        found.append(torch.full_like(parameter, missing) if gradient is None else gradient)
+    return flat(found)
+
+
+def from_all_ranks(row: Tensor) -> Tensor:
+    """Return the rows of all ranks, of shape (ranks, n). Collective."""
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows)

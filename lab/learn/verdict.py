@@ -3,8 +3,7 @@
 Each rank calls ``judge_ranks`` after ``run_program``; rank 0 compares what all ranks recorded.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,19 +15,11 @@ from common.distributed.process_group import current_world
 from common.utils.gradient_fit import EXACT, side_by_side
 from lab.evidence import explain, near
 from lab.learn.causes import MEAN_IN_A_COPY, cause_of, parts_of, told
-from lab.learn.program import ProgramRecording, ProgramStep
+from lab.learn.program import ProgramRecording, ProgramStep, flat, flat_gradients
 
-
-@dataclass(frozen=True)
-class _RankTraining:
-    """What rank 0 compares of a rank: fields of ``ProgramRecording``."""
-
-    joined: bool
-    steps: Sequence[ProgramStep]
-    batches: Sequence[float]
-    updates: int
-    foreign: bool
-    end: Tensor | None
+# What rank 0 gets of each rank's recording.
+_COMPARED = ("joined", "batches", "updates", "foreign", "end")
+Ranks = Sequence[ProgramRecording]
 
 
 def judge_ranks(
@@ -38,30 +29,21 @@ def judge_ranks(
 
     averages : whether the ranks should average their gradients.
     """
-    own = _RankTraining(
-        recording.joined,
-        recording.steps,
-        recording.batches,
-        recording.updates,
-        recording.foreign,
-        recording.end,
-    )
+    own: dict[str, Any] = {name: getattr(recording, name) for name in _COMPARED}
+    own["steps"] = [vars(step) for step in recording.steps]
     world = current_world(torch.device("cpu"))
-    ranks = [_as_rank(state) for state in gather_states(world, asdict(own))]
+    ranks = []
+    for state in gather_states(world, own):
+        steps = [ProgramStep(**step) for step in state.pop("steps")]
+        ranks.append(ProgramRecording(**state, steps=steps))
     verdict = None
     if world.is_rank0:
         verdict = _judge(ranks, recording, global_batch, averages)
     return gather_objects(world, verdict or "", schema=str)[0] or None
 
 
-def _as_rank(state: Mapping[str, Any]) -> _RankTraining:
-    """Return what ``asdict`` has made of a rank's training."""
-    steps = [ProgramStep(**step) for step in state["steps"]]
-    return _RankTraining(**{**state, "steps": steps})
-
-
 def _judge(
-    ranks: Sequence[_RankTraining], recording: ProgramRecording, global_batch: int, averages: bool
+    ranks: Ranks, recording: ProgramRecording, global_batch: int, averages: bool
 ) -> str | None:
     problem = (
         _before_training(ranks)
@@ -77,7 +59,7 @@ def _judge(
     return problem
 
 
-def _before_training(ranks: Sequence[_RankTraining]) -> str | None:
+def _before_training(ranks: Ranks) -> str | None:
     """Say what keeps the ranks from training at all."""
     for number, rank in enumerate(ranks):
         if len(ranks) > 1 and not rank.joined:
@@ -93,7 +75,7 @@ def _before_training(ranks: Sequence[_RankTraining]) -> str | None:
     return None
 
 
-def _wrong_samples(ranks: Sequence[_RankTraining], global_batch: int) -> str | None:
+def _wrong_samples(ranks: Ranks, global_batch: int) -> str | None:
     """Say which ranks train on the same samples, or how many samples a step has."""
     size = len(ranks)
     for number, rank in enumerate(ranks):
@@ -112,7 +94,7 @@ def _wrong_samples(ranks: Sequence[_RankTraining], global_batch: int) -> str | N
     return None
 
 
-def _wrong_start(ranks: Sequence[_RankTraining]) -> str | None:
+def _wrong_start(ranks: Ranks) -> str | None:
     """Say which rank begins with other weights."""
     right = ranks[0].steps[0].start
     for number, rank in enumerate(ranks):
@@ -123,7 +105,7 @@ def _wrong_start(ranks: Sequence[_RankTraining]) -> str | None:
     return None
 
 
-def _added_up(ranks: Sequence[_RankTraining]) -> str | None:
+def _added_up(ranks: Ranks) -> str | None:
     """Say whether gradients of several steps add up."""
     for step in ranks[0].steps:
         if step.stale.any():
@@ -134,7 +116,7 @@ def _added_up(ranks: Sequence[_RankTraining]) -> str | None:
     return None
 
 
-def _wrong_exchange(ranks: Sequence[_RankTraining], recording: ProgramRecording) -> str | None:
+def _wrong_exchange(ranks: Ranks, recording: ProgramRecording) -> str | None:
     """Say what the optimisers get in place of the mean."""
     columns = side_by_side(recording.lengths.values())
     previous = None
@@ -157,7 +139,7 @@ def _wrong_exchange(ranks: Sequence[_RankTraining], recording: ProgramRecording)
     return None
 
 
-def _own_gradients(ranks: Sequence[_RankTraining], number: int, *, where: str) -> str:
+def _own_gradients(ranks: Ranks, number: int, *, where: str) -> str:
     """Say why each rank's optimiser gets its own gradient in a step."""
     evidence = f"in {where} each optimiser gets its own rank's gradient"
     steps = [rank.steps[number] for rank in ranks]
@@ -189,7 +171,7 @@ def _own_gradients(ranks: Sequence[_RankTraining], number: int, *, where: str) -
     )
 
 
-def _weights_apart(ranks: Sequence[_RankTraining]) -> str | None:
+def _weights_apart(ranks: Ranks) -> str | None:
     """Say when the ranks' weights begin to differ."""
     size = len(ranks)
     for number in range(1, len(ranks[0].steps)):
@@ -210,7 +192,7 @@ def _weights_apart(ranks: Sequence[_RankTraining]) -> str | None:
     return None
 
 
-def _same_order(ranks: Sequence[_RankTraining]) -> str | None:
+def _same_order(ranks: Ranks) -> str | None:
     """Say whether a rank computes with a batch again, as if an epoch had an earlier one's order."""
     cure = None if len(ranks) > 1 else "Let the loader shuffle anew in each epoch."
     for number, rank in enumerate(ranks):
@@ -223,7 +205,7 @@ def _same_order(ranks: Sequence[_RankTraining]) -> str | None:
     return None
 
 
-def _unlike_one_process(ranks: Sequence[_RankTraining], recording: ProgramRecording) -> str | None:
+def _unlike_one_process(ranks: Ranks, recording: ProgramRecording) -> str | None:
     """Say where the weights leave those of one process that takes the whole batches."""
     if recording.model is None or recording.optimizer is None:
         return None
@@ -238,12 +220,12 @@ def _unlike_one_process(ranks: Sequence[_RankTraining], recording: ProgramRecord
             return None
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()
-        whole = _flat_gradients(model)
+        whole = flat_gradients(model)
         mean = torch.stack([step.own for step in steps]).mean(0)
         if _apart(mean, whole) > EXACT:
             return _wrong_loss(mean, whole, len(ranks))
         optimizer.step()
-        after = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        after = flat(model.parameters())
         found = _weights_after(ranks[0], number)
         if found is not None and _apart(found, after) > EXACT:
             return (
@@ -254,7 +236,7 @@ def _unlike_one_process(ranks: Sequence[_RankTraining], recording: ProgramRecord
     return None
 
 
-def _weights_after(rank: _RankTraining, number: int) -> Tensor | None:
+def _weights_after(rank: ProgramRecording, number: int) -> Tensor | None:
     """Return the weights after a kept step; None if they were not kept."""
     if number + 1 < len(rank.steps):
         return rank.steps[number + 1].start
@@ -271,10 +253,6 @@ def _wrong_loss(mean: Tensor, whole: Tensor, size: int) -> str:
         )
     what = f"{times:.3f} times the gradient of" if np.isfinite(times) else "another gradient than"
     return f"backward computes {what} the mean loss over the batch: is the loss the mean?"
-
-
-def _flat_gradients(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def _apart(found: Tensor, right: Tensor) -> float:

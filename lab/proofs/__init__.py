@@ -1,7 +1,6 @@
-"""Proofs that gradient synchronisation is right, and wrong implementations that they must catch.
+"""Proofs that gradient synchronisation is right.
 
-``check_equivalence`` compares a strategy with one process on the whole batch; ``WRONG`` in
-``wrong.py`` lists the mistakes.
+``check_equivalence`` compares a strategy with one process on the whole batch.
 """
 
 from lab.proofs.equivalence import Equivalence, StepDifference, check_equivalence, check_group

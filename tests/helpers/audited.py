@@ -25,9 +25,9 @@ from lab.audit.findings.private import shared_part
 from lab.audit.isolation import LOOPBACK
 from lab.audit.result import verdict
 from lab.audit.runner import RunSettings, run_audit_size, start_process
-from lab.proofs.wrong import WRONG
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import ForkedProgram, wait_for_fork_server
+from tests.helpers.wrong import WRONG
 
 BY_FLAGS = "python {script} --master-ip {master} --port {port} --num-nodes {nodes} --rank {rank}"
 OWN_FLAGS = (
@@ -42,7 +42,7 @@ _KEYS = {"base", "finds", "notices", "ranks", "command", "flags", "verdict", "to
 class Case(Script):
     """A script with what the audit must say of it; the page explains what is declared.
 
-    flags : of ``lab audit``. plant : the mistake of lab/proofs/wrong.py that replaces this
+    flags : of ``lab audit``. plant : the mistake of tests/helpers/wrong.py that replaces this
         project's right code.
     """
 

@@ -10,13 +10,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.cli import main
 from common.sync import BY_HAND, STRATEGIES
-from lab.proofs.wrong_strategies import Mean
+from tests.helpers.wrong_strategies import Mean
 
 WRONG = {
     "ring": f"{__name__}:Literal4",
-    "tree": "lab.proofs.wrong_strategies:Sum",
+    "tree": "tests.helpers.wrong_strategies:Sum",
     "halving_doubling": f"{__name__}:OwnOnRank1",
-    "reduce_broadcast": "lab.proofs.wrong_strategies:OwnGradient",
+    "reduce_broadcast": "tests.helpers.wrong_strategies:OwnGradient",
 }
 
 

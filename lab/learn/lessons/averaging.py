@@ -19,7 +19,7 @@ from common.profiling.comm_trace import MessageRecorder
 from common.say import count
 from lab.evidence import Evidence
 from lab.learn.causes import cause_of, ends_with, parts_of, told
-from lab.learn.program import KEPT_STEPS, run_program
+from lab.learn.program import KEPT_STEPS, flat, flat_gradients, from_all_ranks, run_program
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 from lab.learn.verdict import judge_ranks
 from lab.proofs import Case
@@ -224,17 +224,17 @@ def _average_known_gradients(student: Namespace, ring: bool) -> tuple[str | None
     own = before[rank].split(list(lengths.values()))
     for parameter, gradient in zip(model.parameters(), own, strict=True):
         parameter.grad = gradient.clone().view_as(parameter)
-    weights = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    weights = flat(model.parameters())
     recorder = MessageRecorder(nodes=_with_next(rank, size))
     with _Halfway(student) as halfway, recorder:
         student["average_gradients"](model)
     sent = _sent(recorder, before[rank].nbytes)
-    moved = nn.utils.parameters_to_vector(model.parameters()).detach() - weights
+    moved = flat(model.parameters()) - weights
     found = Averaged(
-        _from_all_ranks(_gradients(model)),
-        _from_all_ranks(moved),
-        _from_all_ranks(halfway.numbers),
-        bool(_from_all_ranks(torch.tensor([sent.total])).any()),
+        from_all_ranks(flat_gradients(model, missing=torch.nan)),
+        from_all_ranks(moved),
+        from_all_ranks(halfway.numbers),
+        bool(from_all_ranks(torch.tensor([sent.total])).any()),
     )
     if ring:
         lengths = {f"chunk {number} of {size}": _NUMBERS // size for number in range(size)}
@@ -272,15 +272,6 @@ class Averaged:
     exchanged: bool
 
 
-def _gradients(model: nn.Module) -> Tensor:
-    """Return all gradients in one tensor; not-a-number for those that are None."""
-    found: list[Tensor] = []
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        found.append(torch.full_like(parameter, torch.nan) if gradient is None else gradient)
-    return torch.cat([gradient.detach().flatten() for gradient in found])
-
-
 class _Halfway:
     """Context manager that keeps a ring's buffer as it is when the second loop begins.
 
@@ -308,13 +299,6 @@ class _Halfway:
         if self._calls == dist.get_world_size() and outgoing._base is not None:
             self.numbers = outgoing._base.detach().clone().flatten()
         self._exchange(outgoing, incoming)
-
-
-def _from_all_ranks(row: Tensor) -> Tensor:
-    """Return the rows of all ranks, of shape (ranks, n). Collective."""
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    return torch.stack(rows)
 
 
 def _problem_of(

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from common.say import count
 from lab.evidence import explain, judge
 from lab.learn.lessons.sync_batchnorm import check_sums, check_vgg11
+from lab.learn.program import flat_gradients, from_all_ranks
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile, shown
 
 VALUES = ([1.0, 3.0, 5.0, 11.0], [1.0, 3.0], [1.0, 1.001], [2.0, 2.0])
@@ -149,15 +150,14 @@ def _compare_with_ranks(student: Namespace, norm: bool) -> Differences:
 
     model = student["build_model"](norm)
     cross_entropy(model(own_images), own_labels).backward()
-    own = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    rows = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(rows, own)
-    mean = torch.stack(rows).mean(0)
+    own = flat_gradients(model)
+    rows = from_all_ranks(own)
+    mean = rows.mean(0)
     whole = gradient(images, labels, 1)
     one = gradient(own_images, own_labels, 1)
     in_turn = gradient(images, labels, size)
     wrong_one = _wrong_shards(one, own.unsqueeze(0))
-    wrong_shards = _wrong_shards(in_turn, torch.stack(rows))
+    wrong_shards = _wrong_shards(in_turn, rows)
     if wrong_one or wrong_shards:
         return Differences(0, 0, wrong_one, wrong_shards)
     difference = student["difference"]

@@ -18,6 +18,7 @@ from common.profiling.comm_trace import MessageRecorder
 from lab.evidence import Evidence, near
 from lab.learn.causes import cause_of, ends_with, parts_of, told
 from lab.learn.lessons.nodes import check_limits, print_seconds
+from lab.learn.program import flat_gradients
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 SIZES = (2, 3)
@@ -151,7 +152,7 @@ def _average(student: Namespace) -> TwoSteps:
             losses = [(weight * part).sum() for weight, part in zip(weights, parts, strict=True)]
             torch.stack(losses).sum().backward()
             buckets.finish()
-        after.append(torch.cat([_gradient(weight) for weight in weights]).numpy())
+        after.append(flat_gradients(weights, missing=torch.nan).numpy())
     return TwoSteps(after, min(early), len(recorder.messages))
 
 
@@ -202,8 +203,3 @@ def _all_reduce_late(
         return work
     work.wait()
     return None
-
-
-def _gradient(weight: Tensor) -> Tensor:
-    """Return a gradient; not-a-number where it is None."""
-    return torch.full_like(weight, torch.nan) if weight.grad is None else weight.grad

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from common.sync import STRATEGIES, build_sync
 from common.training_engine import TrainingEngine
 from common.utils.gradient_fit import EXACT, ROUNDED, as_matrix, is_mean
-from lab.proofs import wrong_strategies
 from lab.proofs.ranks import run_ranks
+from tests.helpers import wrong_strategies
 
 LOSSY = ("topk", "local_sgd", "ddp_fp16", "ddp_powersgd")
 EXACT_ONES = [name for name in STRATEGIES if name not in ("none", "fsdp", *LOSSY)]

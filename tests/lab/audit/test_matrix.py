@@ -1,8 +1,8 @@
 """Each case of tests/audit_cases/README.md gets its own finding, and each right script no fault.
 
-So do the mistakes of lab/proofs/wrong.py, planted into this project's own training. ``FOUND`` says
-by which names. ``INVISIBLE`` lists the others, with the reason: an audit sees the few steps of a
-run, not what a run saves or what a right script could have meant.
+So do the mistakes of tests/helpers/wrong.py, planted into this project's own training. ``FOUND``
+says by which names. ``INVISIBLE`` lists the others, with the reason: an audit sees the few steps of
+a run, not what a run saves or what a right script could have meant.
 """
 
 import os
@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from lab.audit.cases import Script, apply_edit
-from lab.proofs.wrong import WRONG
 from tests.helpers.audited import OWN_FLAGS, Case, mistakes, read_cases, record_case
 from tests.helpers.paths import ROOT
+from tests.helpers.wrong import WRONG
 
 CASES, OTHER_PYTHON = read_cases(), os.environ.get("AUDIT_PYTHON")
 IN_OTHER_TORCH = """

@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from lab.proofs import Case, RankError, check_equivalence, check_group, ranks, run_ranks
-from lab.proofs.wrong import WRONG
-from lab.proofs.wrong_strategies import (
+from tests.helpers import ROOT, Started, user_environment
+from tests.helpers.wrong import WRONG
+from tests.helpers.wrong_strategies import (
     FirstParameterLeftOut,
     LiteralDivisor,
     Mean,
     NoInitialBroadcast,
     OwnGradient,
 )
-from tests.helpers import ROOT, Started, user_environment
 
 BY_NAME = {one.name: one for one in WRONG}
 MAKE_TEST = "not slow and not engines and not mutation and not long"

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from common.sync.base import GradientSync
-from lab.proofs import wrong_batchnorm, wrong_code, wrong_strategies
+from tests.helpers import wrong_batchnorm, wrong_code, wrong_strategies
 
 
 @dataclass(frozen=True)
