@@ -227,6 +227,16 @@ class Evaluation(LineRecord, tag="eval"):
     batchnorm_layers: int = msgspec.field(name="batchnorm")
 
 
+class Load(LineRecord, tag="load"):
+    """A module has loaded a state dict; the numbers count keys."""
+
+    step: int
+    matched: int
+    missing: int
+    unexpected: int
+    names: list[str]
+
+
 class RandomForward(AnyRecord, tag="random"):
     step: int
     state_hash: int | None = msgspec.field(name="hash")
@@ -421,6 +431,7 @@ Record = (
     | Backward
     | Evaluation
     | RandomForward
+    | Load
     | Parameters
     | Weights
     | Step

@@ -1,5 +1,6 @@
 """Whether DistributedDataParallel gets the gradients that it averages, and no others."""
 
+import itertools
 from collections.abc import Iterator
 
 from common.say import count, listed
@@ -19,19 +20,18 @@ def check(recording: Recording) -> Iterator[Finding]:
     for rank in recording.ranks:
         for error in rank.of(Error):
             yield from _complaint(rank, error)
-    for rank in recording.ranks:
-        for missed in rank.of(DdpMissed):
-            yield from _not_averaged(recording, missed)
+    for missed in recording.of(DdpMissed):
+        yield from _not_averaged(recording, missed)
 
 
 def _complaint(rank: RankRecords, error: Error) -> Iterator[Finding]:
     """Yield the finding of an error that DDP raised, with the parameters that it waits for."""
-    known = {known.error.name for known in explain(lines_of(error.message))}
-    for name in [] if error.after_cut else known & _ERRORS.keys():
-        unused = [missed.unused for missed in rank.of(DdpMissed)][-1:]
-        names = [*unused, []][0]
+    names = rank.of(DdpMissed)[-1].unused if rank.of(DdpMissed) else []
+    for known in explain(lines_of(error.message)):
+        if error.after_cut or known.error.name not in _ERRORS:
+            continue
         yield found(
-            _ERRORS[name],
+            _ERRORS[known.error.name],
             error.at,
             kind="named" if names else "told",
             rank=rank.rank,
@@ -47,10 +47,11 @@ def _not_averaged(recording: Recording, missed: DdpMissed) -> Iterator[Finding]:
     The script may average them by hand.
     """
     names = missed.converted or missed.late
-    numbers = [number for family in lasting_optimizers(recording) for number in family]
-    for replicas in [Replicas(recording, number) for number in numbers] if names else []:
-        later = [got for step, got in replicas.got.items() if step >= missed.step]
-        if any((got != got[0]).any() for got in later):
+    if not names:
+        return
+    for number in itertools.chain(*lasting_optimizers(recording)):
+        got = Replicas(recording, number).got
+        if any((got[step] != got[step][0]).any() for step in got.keys() - range(missed.step)):
             yield found(
                 "ddp-misses-parameters",
                 missed.at,

@@ -19,8 +19,8 @@ def check(recording: Recording) -> Iterator[Finding]:
     Else they may be meant: of a large part that was trained before, a head alone may be trained.
     """
     for records in zip(*(rank.of(Unapplied) for rank in recording.ranks), strict=False):
-        alike = all(record.names == records[0].names for record in records)
-        if alike and min(record.steps for record in records) >= _FEWEST_STEPS:
+        told = {(tuple(record.names), record.steps) for record in records}
+        if len(told) == 1 and records[0].steps >= _FEWEST_STEPS:
             yield _unapplied(recording, records)
 
 

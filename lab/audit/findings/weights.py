@@ -8,13 +8,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from common.say import listed
+from common.say import count, listed
 from common.utils.gradient_fit import norms, side_by_side
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.where import (
     averages_weights,
     first_line,
     first_step_apart,
+    in_step,
     lasting_optimizers,
     recording_exchanges,
 )
@@ -23,6 +24,7 @@ from lab.audit.recording import Numbers, RankRecords, Recording
 from lab.audit.records import (
     CodeLine,
     FsdpBuilt,
+    Load,
     Parameter,
     Parameters,
     Samples,
@@ -41,12 +43,13 @@ OfOptimizer = TypeVar("OfOptimizer", Step, Stepped, Weights)
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
-    """Check the ranks' weights, and the settings of their optimisers.
+    """Check the ranks' weights, what they load, and the settings of their optimisers.
 
     Ranks that never exchange anything may well start apart: ``group-unused`` tells of them. Of
     optimisers that share a tensor only the first one's start is compared. Whether weights diverge
     is told only if they started equal, and no different setting explains it.
     """
+    yield from _loads(recording)
     if recording.size < 2 or len(recording.ranks) < recording.size:
         return
     if recording.of(FsdpBuilt):
@@ -61,7 +64,8 @@ def check(recording: Recording) -> Iterator[Outcome]:
             different_starts.append(of_family[0])
     exchanged = recording_exchanges(recording)
     if exchanged:
-        yield from map(_different_start, different_starts)
+        for several in different_starts:
+            yield _loaded(recording, 0) or _different_start(several)
     settings = [*_different_settings(replicas)]
     yield from settings
     if not any(several.weights for several in replicas):
@@ -69,6 +73,45 @@ def check(recording: Recording) -> Iterator[Outcome]:
     elif not different_starts:
         yield Right("weights", "all ranks start from the same weights")
         yield from _divergence(replicas, counts=exchanged and not settings)
+
+
+def _loads(recording: Recording) -> Iterator[Outcome]:
+    """Yield the first load that fits its model badly, or that all fit; nothing without a load.
+
+    A state dict may have more than the model, or less; but not both, and little in common.
+    """
+    loads = recording.of(Load)
+    for load in loads:
+        least = min(load.missing, load.unexpected)
+        if least > load.matched or (load.missing and not load.matched):
+            yield found(
+                "loads-nothing",
+                load.at,
+                sure=not load.matched,
+                matched=load.matched,
+                missing=load.missing,
+                unexpected=load.unexpected,
+                names=", ".join(load.names),
+            )
+            return
+    if loads:
+        yield Right("loads", f"{count(len(loads), 'load_state_dict')} found the model's keys")
+
+
+def _loaded(recording: Recording, step: int) -> Finding | None:
+    """Return that some ranks load weights after a number of steps, and others do not, or others."""
+    loads = [in_step(rank.of(Load), step) for rank in recording.ranks]
+    most, fewest = max(loads, key=len), min(loads, key=len)
+    if not most or (fewest and not step):
+        return None
+    return found(
+        "loads-differ",
+        most[-1].at,
+        kind="own" if len(fewest) == len(most) else "some",
+        step=step,
+        rank=loads.index(most),
+        other=loads.index(fewest),
+    )
 
 
 class Replicas:
@@ -267,7 +310,8 @@ def _name_divergence(replicas: Replicas, step: int) -> Finding:
     states = [record.state for record in replicas.records(Stepped).get(step - 1, [])]
     other = next((rank for rank, state in enumerate(states) if state != states[0]), None)
     by_state = other is not None and None not in states and equal_gradients
-    return found(
+    loaded = _loaded(replicas.recording, step) if equal_gradients else None
+    return loaded or found(
         "different-optimizer-state" if by_state else "weights-diverge",
         first_line(record.at for record in replicas.steps.get(step - 1, [])),
         step=step,

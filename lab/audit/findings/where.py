@@ -17,6 +17,7 @@ from lab.audit.records import (
     Done,
     Evaluation,
     FsdpBuilt,
+    Load,
     Parameters,
     RandomForward,
     Step,
@@ -28,7 +29,7 @@ SETUP = ("init_process_group", "new_group")
 _NO_EXCHANGE = ("barrier", "object", "monitored", *SETUP)
 
 
-OfStep = TypeVar("OfStep", Backward, CollectiveCall)
+OfStep = TypeVar("OfStep", Backward, CollectiveCall, Load)
 OncePerStep = TypeVar("OncePerStep", Evaluation, RandomForward)
 
 

@@ -91,6 +91,8 @@ eval     first forward without gradients after ``step`` steps: step, buffers [[n
          list]], batchnorm (number of BatchNorm layers), at
 drew     a batch was made with random numbers, in this process: indices (of the sampler), states
          {generator: hash of its state before} of those that it drew from
+load     Module.load_state_dict has succeeded: step, matched, missing and unexpected (numbers of
+         keys), names (the first that is missing, and the first unexpected one), at
 random   a training forward that draws, as by dropout: step, hash (of the generators' states
          before it), at
 stands   this process has waited for 3 s in a function that communicates, and done nothing else: c

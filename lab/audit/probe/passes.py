@@ -1,8 +1,8 @@
 """Forward and backward passes of whole models, and the losses that lie between them.
 
 Of the forward passes the outermost module of a call counts, and only if a gradient reaches its
-output later: the record ``backward`` lists those, with the loss from which the gradients came. The
-records ``ddp``, ``missed``, ``hook``, ``fsdp``, ``eval`` and ``random`` are written here as well.
+output later: the record ``backward`` lists those, with the loss from which the gradients came.
+Written here as well: ``ddp``, ``missed``, ``hook``, ``fsdp``, ``eval``, ``random`` and ``load``.
 """
 
 from __future__ import annotations
@@ -201,6 +201,24 @@ class PassWatch:
     def names(self) -> dict[int, str]:
         """Return the names of all parameters of the models that were called, by id."""
         return {id(one): name for model in self.models() for name, one in model.items()}
+
+    def load(self, original: Any, module: Module, given: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write the record ``load`` when a module has loaded a state dict."""
+        result = original(module, given, *args, **kwargs)
+        self._probe.guard(self._loaded)(given, result)
+        return result
+
+    def _loaded(self, given: Any, result: Any) -> None:
+        missing, unexpected = result
+        self._probe.record(
+            "load",
+            step=self._probe.step,
+            matched=len(given) - len(unexpected),
+            missing=len(missing),
+            unexpected=len(unexpected),
+            names=[*missing[:1], *unexpected[:1]],
+            at=self._probe.place(),
+        )
 
     def _root(self, module: Module) -> Module:
         """Return the module that holds this one, at any depth; DDP itself is left out."""
@@ -417,6 +435,7 @@ def _plain_name(name: str) -> str:
 def watch(probe: Probe) -> None:
     """Watch forward and backward passes, DDP and FSDP."""
     passes = probe.forwards = PassWatch(probe)
+    patch(Module, load_state_dict=passes.load)
     hooks.register_module_module_registration_hook(probe.guard(passes.child_added))
     hooks.register_module_forward_pre_hook(probe.guard(passes.begin))
     register = hooks.register_module_forward_hook
