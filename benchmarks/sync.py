@@ -1,9 +1,12 @@
 """Compare each strategy's exchange with one raw all_reduce, and ``overlapped`` steps with DDP's.
 
     python benchmarks/sync.py --ranks 2 3 4
+    lab cluster run --nodes 4 --rate 200mbit -- python benchmarks/sync.py --rate 200mbit \\
+        --master-ip {master} --num-nodes {nodes} --rank {rank}
 
 What is exchanged are VGG-11's 37 MB of gradients. Real ranks run on this machine, with Gloo over
-loopback and one torch thread each. All strategies take turns in one process group:
+loopback and one torch thread each; with ``--rank`` the program is one of the ranks of emulated
+nodes, and measures exchanges alone. All strategies take turns in one process group:
 
 - exchange: a backward pass that costs nothing delivers gradients of VGG-11's shapes and strides
   (each exists already, as new memory), and the strategy averages them. The time starts with that
@@ -13,6 +16,9 @@ loopback and one torch thread each. All strategies take turns in one process gro
   else. Each round measures it at the beginning and in the middle. ``raw again`` is the second over
   the first: it shows the machine's noise.
 - none: the backward pass alone, which all except raw contain.
+- over ideal, with ``--rate``: ideal is what the busiest link needs for its payload at that rate,
+  2(N-1)M/B through a root and 2(N-1)/N M/B in a ring. This includes neither headers nor latency;
+  the headers of TCP, IP and Ethernet alone make it 1.06 times as long.
 - steps: whole training steps of VGG-11 (forward, loss, backward, SGD with momentum) with
   ``overlapped`` and ``ddp``, both with buckets of the same size, in the order A B B A. Each pair
   gives a ratio.
@@ -39,11 +45,14 @@ import torch.distributed as dist
 from loader import SEED, describe_machine, parse_flags, whole_number
 from torch import Tensor, nn
 
+from common.distributed.launch_env import LaunchSpec
+from common.distributed.process_group import process_group
 from common.models import build_model
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
 from common.utils.system import tune_malloc
 from lab.proofs.ranks import run_ranks
+from lab.units import parse_rate
 
 _WARM_UP_ROUNDS = 4
 
@@ -201,6 +210,18 @@ def measure(rank: int, arguments: argparse.Namespace) -> tuple[dict, dict]:
     )
 
 
+def measure_on_node(launch: LaunchSpec, arguments: argparse.Namespace) -> None:
+    """Be one rank of emulated nodes; rank 0 prints the exchanges."""
+    tune_malloc()
+    torch.set_num_threads(1)
+    with process_group(launch, backend="gloo", timeout_seconds=120):
+        torch.manual_seed(SEED + launch.rank)
+        found = measure_exchanges(arguments.sync, arguments.rounds)
+    if launch.rank == 0:
+        print(describe_machine())
+        report_exchanges(launch.world_size, found, rate_bits=arguments.rate)
+
+
 @functools.cache
 def _draws(count: int) -> list[list[int]]:
     generator = random.Random(SEED)
@@ -219,11 +240,24 @@ def shown(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
 
 
-def report_exchanges(size: int, found: dict[str, list[float]]) -> None:
+def ideal_seconds(name: str, nbytes: int, ranks: int, rate_bits: float) -> float:
+    """Return the seconds that the busiest link needs for its payload."""
+    copies = 2 * (ranks - 1)
+    if not name.startswith("gather_scatter"):
+        copies /= ranks
+    return 8 * copies * nbytes / rate_bits
+
+
+def report_exchanges(
+    size: int, found: dict[str, list[float]], *, rate_bits: float | None = None
+) -> None:
     """Print one row per strategy."""
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     print(f"\n{size} ranks, {len(found['raw'])} rounds: median (95 % interval)")
-    print(f"{'':<21}{'ms':<26}{'over raw':<26}MB sent by rank 0, by the last rank")
+    print(
+        f"{'':<21}{'ms':<26}{'over raw':<26}MB sent by rank 0, by the last rank"
+        f"{'; over ideal' if rate_bits else ''}"
+    )
     for name, seconds in found.items():
         ratios = [mine / raw for mine, raw in zip(seconds, found["raw"], strict=True)]
         sync = build_sync(name if name in STRATEGIES else "all_reduce_flat")
@@ -231,9 +265,13 @@ def report_exchanges(size: int, found: dict[str, list[float]]) -> None:
             float(sync.plan.bytes_sent(sizes, rank, size)) / sync.plan.period / 1e6
             for rank in (0, size - 1)
         ]
+        of_ideal = ""
+        if rate_bits and name != "none":
+            ideal = ideal_seconds(name, sum(sizes), size, rate_bits)
+            of_ideal = f"; {shown([s / ideal for s in seconds], '.2f')} of {1000 * ideal:.1f} ms"
         print(
             f"{name:<21}{shown([1000 * s for s in seconds], '.1f'):<26}{shown(ratios, '.2f'):<26}"
-            f"{sent[0]:.1f}, {sent[1]:.1f}",
+            f"{sent[0]:.1f}, {sent[1]:.1f}{of_ideal}",
             flush=True,
         )
 
@@ -287,12 +325,20 @@ FLAGS: dict[str, dict[str, Any]] = {
         "type": float,
         "help": "MiB per bucket, for both strategies (default: 1, then 25)",
     },
+    "--master-ip": {"help": "address of rank 0, for a rank on a node"},
+    "--num-nodes": {"type": whole_number, "help": "number of ranks, for a rank on a node"},
+    "--rank": {"type": int, "help": "number of this rank on a node"},
+    "--rate": {"type": parse_rate, "help": "rate of the nodes' links, for over ideal"},
 }
 
 
 def main() -> None:
     """Measure and print."""
     arguments = parse_flags(__doc__, FLAGS)
+    if arguments.rank is not None:
+        launch = LaunchSpec(arguments.rank, arguments.num_nodes, arguments.master_ip)
+        measure_on_node(launch, arguments)
+        return
     print(describe_machine())
     print(f"settings: one thread per rank, Gloo on lo; {_WARM_UP_ROUNDS} rounds to warm up")
     for size in arguments.ranks:

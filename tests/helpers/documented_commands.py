@@ -104,6 +104,7 @@ CHECKS = {
     "lab calibrate --profile": long(prints="my-machine.json"),
     "lab calibrate": long(prints="calibration.json"),
     "lab cluster run .*cs744": long("--max-steps 2 --measure-only", prints=EQUAL, cifar=True),
+    "lab cluster run .*benchmarks/sync": long("--rounds 2", prints=r"over ideal"),
     "lab cluster run": long(prints=EQUAL),
     # recipes
     "--print-config": quick(prints="learning_rate = 0.05"),
@@ -143,7 +144,6 @@ CHECKS = {
     "train_step|loader": long(cifar=True),
     "audit_overhead": long("--pairs 1 --steps 2"),
     "benchmarks/sync": long("--rounds 2 --pairs 2"),
-    "benchmarks/cluster": long("--rounds 2"),
     "benchmarks/memory": long(
         "--models vgg11 --ranks 2 --sync ddp",
         prints=r"vgg11 \| adamw \| ddp \| 2 .* 147\.72 \| 147\.72",

@@ -25,6 +25,8 @@ from lab.cli import build_parser
 from lab.predict import event_model
 from lab.predict.calibration_file import Calibration, load_calibration, reference_path
 from lab.predict.compute_model import ComputeProfile
+from lab.predict.scenario import Scenario
+from lab.predict.tables import PredictedStep, message_plans, predict_table
 from lab.whatif.data import page_data
 from tests.helpers.node import run_scripts
 
@@ -202,6 +204,24 @@ def add_rows(page: Page) -> None:
     """Compute each state's row by `lab predict --json`, without where scaling stops."""
     for state in page.states[len(page.rows) :]:
         page.rows.append(row_of(command_of(state, page.calibration)))
+
+
+def scenario_of(state: State, calibration: str | Path) -> Scenario:
+    """Return what `lab predict` predicts with the command that a state stands for."""
+    args = _parser().parse_args(command_of(state, str(calibration)))
+    with patch("lab.predict.cli._show") as shown:
+        assert args.run(args) == 0
+    _, _, [scenario], *_ = shown.call_args.args
+    return scenario
+
+
+def steps_of(
+    state: State, strategies: Sequence[str], calibration: str | Path
+) -> list[PredictedStep]:
+    """Return a row of `lab predict` for each of these strategies in a state."""
+    options = {"bucket_mb": state["bucket_mb"], "ranks_per_node": state["ranks_per_node"]}
+    plans = message_plans(strategies, options)
+    return predict_table([state["nodes"]], plans, scenario_of(state, calibration))
 
 
 @cache

@@ -44,7 +44,6 @@ WITHOUT = {
     "lab/grade/ordinary_user.py:refused": "starts in the system's root folder",
     "lab/grade/sandbox.py:refused": "runs in the sandbox, in an empty folder",
     "lab/cluster/program.py:parse_python": "compares a user's words",
-    "benchmarks/cluster.py:on_cluster": OF_A_SCRIPT,
     "benchmarks/train_step.py:__init__": "a developer's program, in the project's folder",
     "benchmarks/train_step.py:peak_memory_bytes": OF_A_SCRIPT,
 }

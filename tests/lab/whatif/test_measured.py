@@ -8,13 +8,12 @@ import pytest
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import published_path, read_published
-from lab.predict.tables import message_plans, predict_table
 from lab.whatif.data import page_data
 from lab.whatif.measured import published_sets
 from lab.whatif.own_steps import shipped_sets
 from tests.helpers import ROOT
 from tests.helpers.node import needs_node, run_scripts
-from tests.helpers.whatif_scenarios import scenario_of
+from tests.helpers.whatif_states import scenario_of, steps_of
 
 SHIPPED = ROOT / "reports" / "samples" / "compare-digits-1gbit" / "results.json"
 
@@ -79,12 +78,11 @@ def test_the_state_of_a_set_predicts_what_validation_predicts():
     is no longer hidden costs 1 - overlap_cost of its time on the link: by Gloo's typical values
     (0.5 at 3 Gbit/s) that makes 17 ms of 0.76 s, 2.3 %.
     """
-    calibration = load_calibration(reference_path())
     beliefs = Beliefs.of(load_priors())
     rows = {row.measured_step_s: row for row in read_published(published_path())}
     compared = 0
     for found in published_sets():
-        scenario = scenario_of(found.state, calibration)
+        scenario = scenario_of(msgspec.to_builtins(found.state), reference_path())
         for point in found.points:
             cell = rows[point.seconds].cell(beliefs)
             if cell.scenario.node_step_seconds is not None:
@@ -96,14 +94,13 @@ def test_the_state_of_a_set_predicts_what_validation_predicts():
 
 
 def test_a_rate_that_nobody_stated_limits_nothing():
-    calibration = load_calibration(reference_path())
     [found] = [each for each in published_sets() if each.id == "cs744-A"]
     assert "not stated" in found.about
     steps = []
     for rate_gbit in (found.state.rate_gbit, 400.0):
-        state = msgspec.structs.replace(found.state, rate_gbit=rate_gbit)
-        scenario = scenario_of(state, calibration)
-        steps.append(predict_table([4], message_plans(["ddp"]), scenario)[0].prediction)
+        state = msgspec.to_builtins(found.state) | {"rate_gbit": rate_gbit, "nodes": 4}
+        [step] = steps_of(state, ["ddp"], reference_path())
+        steps.append(step.prediction)
     assert steps[0].step_seconds == pytest.approx(steps[1].step_seconds, rel=0.01)
     [stated] = [each for each in published_sets() if each.id == "cs744-C"]
     assert stated.state.rate_gbit == 6.22

@@ -9,16 +9,12 @@ import webbrowser
 from html.parser import HTMLParser
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from lab.cli import main
-from lab.predict.calibration_file import load_calibration, reference_path
+from lab.predict.calibration_file import reference_path
 from lab.whatif import page
-from lab.whatif.data import State
 from tests.helpers import ROOT
-from tests.helpers.whatif_scenarios import steps_of
-from tests.helpers.whatif_states import Page, add_states, command_of, row_of
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\"'&"
 
@@ -128,19 +124,6 @@ def test_a_hostile_name_stays_text(written, hostile):
 
 def test_the_file_is_small(what_if):
     assert what_if.path.stat().st_size < 600_000
-
-
-def test_a_state_is_the_scenario_of_its_command(what_if):
-    """For random states, as the numbers of lab predict say."""
-    found = Page(what_if.data, str(reference_path()))
-    add_states(found, 12, seed=5)
-    calibration = load_calibration(reference_path())
-    for given in found.states:
-        state = msgspec.convert(given, State)
-        [step] = steps_of(state, calibration)
-        row = row_of(command_of(given, found.calibration))
-        assert step.prediction.step_seconds == row["step_seconds"]
-        assert [step.low_seconds, step.high_seconds] == [row["low_seconds"], row["high_seconds"]]
 
 
 def test_it_says_where_the_page_is(tmp_path, capsys, monkeypatch):

@@ -5,19 +5,18 @@ import math
 import re
 import tomllib
 
-import msgspec
 import pytest
 
 from common.sync import STRATEGIES
 from lab.predict.calibration_file import load_calibration, reference_path
-from lab.predict.tables import message_plans, predict_table, scaling_limits_of
+from lab.predict.tables import message_plans, scaling_limits_of
 from lab.whatif.data import State, page_data
 from lab.whatif.measured import published_sets
 from lab.whatif.own_steps import shipped_sets
 from lab.whatif.questions import load_questions
 from tests.helpers import ROOT
 from tests.helpers.node import needs_node, run_scripts
-from tests.helpers.whatif_scenarios import scenario_of
+from tests.helpers.whatif_states import scenario_of, steps_of
 
 TEXT = (ROOT / "lab" / "whatif" / "questions.toml").read_text(encoding="utf-8")
 IDS = [entry["id"] for entry in tomllib.loads(TEXT)["question"]]
@@ -120,36 +119,33 @@ def test_an_answer_is_in_range_and_its_sentences_are_full(data, found, name):
 @needs_node
 def test_answers_are_those_of_lab_predict(found):
     """Each kind of quantity once, by lab/predict itself."""
-    calibration = load_calibration(reference_path())
 
     def rows(name, *strategies, **changes):
-        state = msgspec.convert(found[name]["state"] | changes, State)
-        scenario = scenario_of(state, calibration)
-        return predict_table([state.nodes], message_plans(strategies), scenario), scenario
+        return steps_of(found[name]["state"] | changes, strategies, reference_path())
 
     expected = {}
-    [none], _ = rows("batch", "none")
+    [none] = rows("batch", "none")
     expected["batch"] = 1e3 * none.prediction.compute_seconds
-    [slow, fast], _ = rows("root-link", "gather_scatter", "ddp")
+    [slow, fast] = rows("root-link", "gather_scatter", "ddp")
     expected["root-link"] = slow.prediction.step_seconds / fast.prediction.step_seconds
-    [ring], _ = rows("ring-bytes", "ring")
+    [ring] = rows("ring-bytes", "ring")
     expected["ring-bytes"] = ring.prediction.bytes_sent_root / 1e6
     eight, one = (
-        rows("ranks-per-node", "all_reduce_flat", ranks_per_node=ranks)[0][0].prediction
+        rows("ranks-per-node", "all_reduce_flat", ranks_per_node=ranks)[0].prediction
         for ranks in (8, 1)
     )
     expected["ranks-per-node"] = eight.step_seconds / one.step_seconds
-    [row], _ = rows("faster-processors", "ddp")
+    [row] = rows("faster-processors", "ddp")
     expected["faster-processors"] = row.gains["compute"]
-    [row], _ = rows("undecided", "ddp")
+    [row] = rows("undecided", "ddp")
     expected["undecided"] = 100 * row.best_shares["network"]
     for name, value in expected.items():
         assert found[name]["answer"]["value"] == pytest.approx(value, rel=1e-9), name
-    [row], scenario = rows("strong-scaling", "ddp")
+    scenario = scenario_of(found["strong-scaling"]["state"], reference_path())
     [strong, _] = scaling_limits_of(message_plans(["ddp"]), scenario)
     assert found["strong-scaling"]["answer"]["value"] == strong.half_nodes + 1
     low_high = found["faster-processors"]["answer"]["range"]
-    assert low_high == pytest.approx(rows("faster-processors", "ddp")[0][0].gain_ranges["compute"])
+    assert low_high == pytest.approx(rows("faster-processors", "ddp")[0].gain_ranges["compute"])
 
 
 @needs_node
@@ -166,13 +162,9 @@ def test_what_was_measured_stands_beside_the_answer(found):
 @needs_node
 def test_explanations_say_what_the_engine_says(found):
     """Each number here was wrong, or credited to the wrong cause, in an earlier page."""
-    calibration = load_calibration(reference_path())
 
     def step(name, strategy, **changes):
-        state = msgspec.convert(found[name]["state"] | changes, State)
-        [row] = predict_table(
-            [state.nodes], message_plans([strategy]), scenario_of(state, calibration)
-        )
+        [row] = steps_of(found[name]["state"] | changes, [strategy], reference_path())
         return row.prediction
 
     slowest = step("batch", "all_reduce_flat").compute_seconds

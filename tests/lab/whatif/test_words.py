@@ -6,17 +6,14 @@ import re
 from dataclasses import asdict, replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from common.say import bytes_text, duration_text, range_text
-from lab.predict.calibration_file import load_calibration, reference_path
+from lab.predict.calibration_file import reference_path
 from lab.predict.printing import answer
 from lab.predict.priors import load_priors
-from lab.whatif.data import State
 from tests.helpers.node import needs_node, run_scripts
-from tests.helpers.whatif_scenarios import scenario_of, steps_of
-from tests.helpers.whatif_states import Page, add_states
+from tests.helpers.whatif_states import Page, add_states, scenario_of, steps_of
 
 pytestmark = needs_node
 
@@ -93,14 +90,12 @@ def predicted(what_if):
     """Random states with their rows and scenarios."""
     page = Page(what_if.data, str(reference_path()))
     add_states(page, 60, seed=11)
-    calibration = load_calibration(reference_path())
     found = []
     for given in page.states:
         if given["batch_size"] < 2 or given["focus"] == "none":
             continue
-        state = msgspec.convert(given, State)
-        [step] = steps_of(state, calibration)
-        found.append((given, step, scenario_of(state, calibration)))
+        [step] = steps_of(given, given["strategies"], page.calibration)
+        found.append((given, step, scenario_of(given, page.calibration)))
     return [*found, *map(undecided, found)]
 
 
