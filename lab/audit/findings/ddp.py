@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from common.say import count, listed
 from lab.audit.findings.finding import Finding, found
 from lab.audit.findings.weights import Replicas
-from lab.audit.findings.where import lasting_optimizers
+from lab.audit.findings.where import first_line, lasting_optimizers
 from lab.audit.recording import RankRecords, Recording
-from lab.audit.records import DdpMissed, Error
+from lab.audit.records import DdpBuilt, DdpMissed, Error
 from lab.explain.diagnosis import explain, lines_of
 
 # By the name of a known error that only a mistake with DDP causes: the finding.
@@ -49,12 +49,13 @@ def _not_averaged(recording: Recording, missed: DdpMissed) -> Iterator[Finding]:
     names = missed.converted or missed.late
     if not names:
         return
+    built = recording.of(DdpBuilt)
     for number in itertools.chain(*lasting_optimizers(recording)):
         got = Replicas(recording, number).got
         if any((got[step] != got[step][0]).any() for step in got.keys() - range(missed.step)):
             yield found(
                 "ddp-misses-parameters",
-                missed.at,
+                missed.at if missed.converted else first_line(one.at for one in built),
                 kind="converted" if missed.converted else "late",
                 step=missed.step,
                 count=count(len(names), "parameter"),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.say import listed
+from common.say import count, listed
 from common.utils.gradient_fit import fit
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.gradient_fit import Update
@@ -26,6 +26,7 @@ from lab.audit.findings.where import (
     exchanges,
     first_line,
     groups,
+    in_step,
     lasting_optimizers,
     never_synced,
     recording_exchanges,
@@ -358,12 +359,13 @@ def _rows(seen: _Seen) -> Outcome:
 
 def _bypassed(seen: _Seen) -> Finding:
     """Return that the bad steps' forwards bypass DDP, which may be built again and again."""
-    built = len(seen.recording.ranks[0].of(DdpBuilt))
-    kind = "always" if len(seen.bad) == len(seen.updates) else "some"
-    if kind == "some" and built > 2:
-        kind = "anew"
-    first = [one.at for one in seen.recording.of(Backward) if one.step == seen.bad[0].step]
-    return seen.found("ddp-bypassed", first_line(first), kind=kind, built=built)
+    first = in_step(seen.recording.of(Backward), seen.bad[0].step)
+    return seen.found(
+        "ddp-bypassed",
+        first_line(backward.at for backward in first),
+        kind="always" if len(seen.bad) == len(seen.updates) else "some",
+        built=count(len(seen.recording.ranks[0].of(DdpBuilt)), "time"),
+    )
 
 
 def _in_some_steps(seen: _Seen, all_own: bool) -> Outcome | None:

@@ -250,15 +250,14 @@ def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:
             for name in settings[0]:
                 values = [of_rank.get(name) for of_rank in settings]
                 if len(set(values)) > 1:
-                    yield _different_setting(several.optimizer_line, step, name, values)
+                    yield found(
+                        "different-learning-rates",
+                        several.optimizer_line,
+                        step=step,
+                        setting=name,
+                        values=", ".join(f"rank {rank}: {one}" for rank, one in enumerate(values)),
+                    )
                     return
-
-
-def _different_setting(
-    line: CodeLine | None, step: int, name: str, values: Sequence[str | None]
-) -> Finding:
-    of_ranks = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-    return found("different-learning-rates", line, step=step, setting=name, values=of_ranks)
 
 
 def _settings(step: Step) -> dict[str, str]:

@@ -30,7 +30,8 @@ ddp      DistributedDataParallel was built: bytes and numbers (of the parameters
 missed   a backward through DistributedDataParallel gave other gradients than it averages; written
          where this changes: step, unused (names of its parameters that got none), late (of those
          that got one, and required none when it was built), converted (of those that a conversion
-         of the module has cut off from its hooks), at (the line that converted it, or built DDP)
+         of the module has cut off from its hooks), at (the line that converted a module
+         last, or null)
 hook     DistributedDataParallel got a communication hook, whose calls are seen: name, at
 fsdp     fully_shard or FSDP1: at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw

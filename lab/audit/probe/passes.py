@@ -92,7 +92,6 @@ class PassWatch:
     _through_ddp : DDP has been called in this forward.
     _synced : whether DDP was to average after its latest forward; None without DDP.
     _averaged : by DDP, the parameters that it averages, with the nodes that its hooks lie on.
-    _built : by DDP, the script's line that built it.
     _called : returns the DDP that was called last, or None.
     _converted : the script's line that converted a module last, as by double().
     _missed : what the latest record ``missed`` said.
@@ -112,7 +111,6 @@ class PassWatch:
         self._through_ddp = False
         self._synced: bool | None = None
         self._averaged: Any = weakref.WeakKeyDictionary()
-        self._built: Any = weakref.WeakKeyDictionary()
         self._called: Callable[[], Any] = lambda: None
         self._converted: list[Any] | None = None
         self._missed: dict[str, list[str]] = {"unused": [], "late": [], "converted": []}
@@ -209,14 +207,13 @@ class PassWatch:
         return result
 
     def _loaded(self, given: Any, result: Any) -> None:
-        missing, unexpected = result
         self._probe.record(
             "load",
             step=self._probe.step,
-            matched=len(given) - len(unexpected),
-            missing=len(missing),
-            unexpected=len(unexpected),
-            names=[*missing[:1], *unexpected[:1]],
+            matched=len(given) - len(result.unexpected_keys),
+            missing=len(result.missing_keys),
+            unexpected=len(result.unexpected_keys),
+            names=[*result.missing_keys[:1], *result.unexpected_keys[:1]],
             at=self._probe.place(),
         )
 
@@ -246,13 +243,12 @@ class PassWatch:
         """Write the record ``ddp``, and remember which parameters it averages."""
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        self._built[ddp] = self._probe.place()
         self._probe.record(
             "ddp",
             bytes=nbytes,
             numbers=sum(parameter.numel() for parameter in trained),
             ranks=list(torch.distributed.get_process_group_ranks(ddp.process_group)),
-            at=self._built[ddp],
+            at=self._probe.place(),
         )
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
         self._averaged[ddp] = WeakTensorKeyDictionary(
@@ -280,8 +276,7 @@ class PassWatch:
                 missed[how].append(name)
         if missed != self._missed:
             self._missed = missed
-            at = self._converted if missed["converted"] else self._built.get(ddp)
-            self._probe.record("missed", step=self._step, **missed, at=at)
+            self._probe.record("missed", step=self._step, **missed, at=self._converted)
 
     def hook_ddp(self, original: Any, ddp: Any, state: Any, hook: Any) -> None:
         """Write the record ``hook`` before a communication hook is registered."""

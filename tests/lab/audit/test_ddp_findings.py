@@ -12,7 +12,8 @@ TWICE = "Expected to mark a variable ready only once. And"
 def recorded(exchange=mean, **missed):
     """Return the recording of a training in which rank 1 misses these parameters from step 2 on."""
     run = train(exchange, size=2)
-    run.ranks[1].record("missed", step=2, at=["main.py", 5, "DDP(model)"], **missed)
+    run.ranks[0].record("ddp", bytes=8, at=["main.py", 4, "DDP(model)"])
+    run.ranks[1].record("missed", step=2, at=["main.py", 5, "model.float()"], **missed)
     return run
 
 
@@ -39,11 +40,11 @@ def test_an_error_after_the_cut_is_the_audits():
     assert not list(check(run))
 
 
-@pytest.mark.parametrize("how", ["late", "converted"])
-def test_what_ddp_misses_is_a_fault_only_if_nothing_else_averages_it(how):
+@pytest.mark.parametrize(("how", "line"), [("late", 4), ("converted", 5)])
+def test_what_ddp_misses_is_a_fault_only_if_nothing_else_averages_it(how, line):
     (found,) = check(recorded(nothing_sent, **{how: ["fc.weight"]}))
     assert found.name == "ddp-misses-parameters"
-    assert found.at.line == 5
+    assert found.at.line == line
     assert "step 2" in found.evidence[0]
     assert "fc.weight" in found.evidence[0]
     assert not list(check(recorded(mean, **{how: ["fc.weight"]})))
