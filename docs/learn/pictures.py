@@ -140,6 +140,30 @@ def _overlapped(*buckets: tuple[int, float]) -> Json:
     return _step({"backward": [(0, 0.105)], "sync": [(0.105, end)]}, messages)
 
 
+def _accumulated(*sends: bool) -> Json:
+    """Return a step of lesson 11 under DDP. sends : of each micro-batch."""
+    forward: list[Interval] = []
+    backward: list[Interval] = []
+    sync: list[Interval] = []
+    messages: list[Json] = []
+    now = 0.0
+    for sent in sends:
+        begun = now + 0.053
+        ended = begun + 0.105
+        forward.append((now, begun))
+        backward.append((begun, ended))
+        now = ended
+        if sent:
+            end = 0.0
+            for complete, megabytes in ((0.015, 9.5), (0.098, 27.2), (0.105, 0.3)):
+                begin = max(end, begun + complete)
+                end = begin + 1.5 * megabytes * 8 / 1000
+                messages.append(_message("all_reduce", begin, end - 0.002))  # a gap
+            sync.append((ended, end))
+            now = end
+    return _step({"forward": forward, "backward": backward, "sync": sync}, messages)
+
+
 def _recorded_step() -> Json:
     """Return rank 0's step with ``overlapped`` from the sample report."""
     found = (REPOSITORY / "reports/samples/compare-digits-1gbit/results.json").read_text("utf-8")
@@ -191,6 +215,16 @@ def _overlap_recorded() -> Figure:
         "A recorded step of VGG-11, 4 nodes at 1 Gbit/s: buckets of 9.5, 27.2 and 0.3 MB",
         [_recorded_step()],
         marks={"1": (110, 1.3), "2": (450, 1.9), "3": (250, 2.4)},
+    )
+
+
+def _ddp() -> Figure:
+    steps = {"every time": _accumulated(True, True), "no_sync": _accumulated(False, True)}
+    return timeline(
+        "A step of two micro-batches under DDP, 4 nodes at 1 Gbit/s, by the formula",
+        list(steps.values()),
+        labels=list(steps),
+        marks={"A": (330, 0.5), "B": (830, 0.5), "C": (158, 3.4), "D": (500, 2.0)},
     )
 
 
@@ -321,6 +355,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         top=2.2,
     ),
     "10_break_it": _break_it,
+    "11_ddp": _ddp,
 }
 
 if __name__ == "__main__":

@@ -139,6 +139,8 @@ class CollectiveCall(LineRecord, tag="call"):
     within: Literal["forward", "backward"] | None = None
     wanted_world_size: int | None = msgspec.field(name="world", default=None)
     meets: str | None = None
+    tensor: int | None = None
+    values: list[float] | None = None
 
 
 class Done(AnyRecord, tag="done"):
@@ -319,15 +321,12 @@ class Unapplied(LineRecord, tag="unapplied"):
     """Parameters that get gradients and lie in no optimiser, of a model that one trains.
 
     numbers, every : how many numbers these parameters have, and all of the model.
-    own, held : samples of the rank's own gradients, and of what ``.grad`` held.
     """
 
     names: list[str]
     steps: int
     numbers: int
     every: int
-    own: Samples
-    held: Samples
 
 
 # --- the loaders ---
@@ -384,6 +383,21 @@ class Drew(AnyRecord, tag="drew"):
 
     indices: list[Index]
     states: dict[str, int]
+
+
+class FileRecord(LineRecord):
+    """What the records of a file of tensors have."""
+
+    step: int
+    path: str
+
+
+class Saved(FileRecord, tag="saved"):
+    """The script calls torch.save."""
+
+
+class Loaded(FileRecord, tag="loaded"):
+    """The script calls torch.load."""
 
 
 # --- clocks ---
@@ -443,6 +457,8 @@ Record = (
     | Trained
     | EpochOver
     | Drew
+    | Saved
+    | Loaded
     | Clock
 )
 

@@ -156,8 +156,7 @@ class AuditContent(msgspec.Struct):
         if longest.epochs:
             seen += f" in {count(longest.epochs, 'epoch')}"
         if longest.evaluations:
-            evaluations = count(longest.evaluations, "evaluation")
-            seen += f" and {evaluations}, whose metrics are not judged,"
+            seen += f" and {count(longest.evaluations, 'evaluation')}"
         if longest.short_epochs:
             seen += f" ({longest.short_epochs} of the epochs made short)"
         ran = counts((run.ranks for run in self.runs), "rank")

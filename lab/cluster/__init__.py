@@ -1,7 +1,6 @@
 """Emulate a cluster on one machine: ``Cluster`` (cluster.py) is all that other packages need."""
 
 from lab.cluster.cluster import Cluster
-from lab.cluster.network import Traffic
 from lab.cluster.nodes import FAULTS
 
-__all__ = ["FAULTS", "Cluster", "Traffic"]
+__all__ = ["FAULTS", "Cluster"]

@@ -1,8 +1,8 @@
 """``Cluster``: nodes with their own addresses on this machine, for a ``with`` statement.
 
 Order: enter the ``with``, ``start`` a command on nodes, perhaps ``fault``, ``wait``, and read
-``output`` and ``traffic``. All processes and links end with the ``with``. supervisor.py starts the
-programs; nodes.py is what other terminals know about a cluster.
+``output``. All processes and links end with the ``with``. supervisor.py starts the programs;
+nodes.py is what other terminals know about a cluster.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from common.utils.paths import REPOSITORY
 from common.utils.processes import SAVE_SECONDS, how_ended, start_child, wait_for_ranks
 from common.utils.system import free_port
 from lab.cluster import network, tools
-from lab.cluster.network import Link, Traffic
+from lab.cluster.network import Link
 from lab.cluster.nodes import FAULTS, Nodes
 from lab.cluster.program import fill_in, node_environment
 from lab.cluster.supervisor import NodeProgram
@@ -379,15 +379,6 @@ class Cluster:
         """Send a signal to the program of every rank, as Ctrl-C does to those of a terminal."""
         for program in self._running():
             program.send_signal(number)
-
-    def traffic(self) -> dict[int, Traffic]:
-        """Return what each node has sent and received over its link.
-
-        What its ranks send to each other stays inside. Raises UserError on loopback.
-        """
-        if self.loopback:
-            raise UserError("a cluster on loopback has no links, so no traffic is counted")
-        return self._nodes.network.traffic(self.nodes)
 
     def pids(self, node: int) -> list[int]:
         """Return the process ids of what runs on a node, as seen from outside."""

@@ -5,7 +5,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import subprocess
 from dataclasses import dataclass
@@ -31,14 +30,6 @@ class Link:
 
     rate_bits: float | None = None
     latency_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a node has sent and received, Ethernet headers included."""
-
-    sent_bytes: int
-    received_bytes: int
 
 
 def address(node: int) -> str:
@@ -129,19 +120,6 @@ class ClusterNetwork:
     def set_link(self, node: int, state: str) -> None:
         """Turn a node's link "up" or "down" at the bridge; when down, it drops packets silently."""
         self._ip(f"link set {_bridge_end(node)} {state}")
-
-    def traffic(self, nodes: int) -> dict[int, Traffic]:
-        """Return what each node has sent and received."""
-        links = {
-            link["ifname"]: link["stats64"]
-            for link in json.loads(self._run("ip", "-json", "-statistics", "link", "show"))
-        }
-        found = {}
-        for node in range(nodes):
-            bridge_end = links[_bridge_end(node)]
-            # It receives what the node sends.
-            found[node] = Traffic(bridge_end["rx"]["bytes"], bridge_end["tx"]["bytes"])
-        return found
 
     def pids(self, node: int) -> list[int]:
         """Return the processes on a node, as seen from outside."""

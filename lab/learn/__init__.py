@@ -1,1 +1,1 @@
-"""Ten lessons that check themselves: ``lab learn`` (cli.py), the table of lessons in course.py."""
+"""Eleven lessons that check themselves: ``lab learn`` in cli.py, their table in course.py."""

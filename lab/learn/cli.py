@@ -21,9 +21,9 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         commands,
         "learn",
         run=main_learn,
-        help="learn data-parallel training in ten lessons that check themselves; without a number "
-        "it lists the lessons, with one it writes the lesson's skeleton into learn/. Exit status "
-        "of --check: 0 right, 1 wrong, 3 not yet done",
+        help="learn data-parallel training in eleven lessons that check themselves; without a "
+        "number it lists the lessons, with one it writes the lesson's skeleton into learn/. Exit "
+        "status of --check: 0 right, 1 wrong, 3 not yet done",
     )
     parser.add_argument("lesson", type=int, nargs="?", help="number of a lesson")
     action = parser.add_mutually_exclusive_group()

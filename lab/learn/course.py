@@ -483,4 +483,36 @@ LESSONS: Sequence[Lesson] = (
         },
         faults=("collectives-differ",),
     ),
+    Lesson(
+        11,
+        "ddp",
+        "Built-in DDP",
+        30,
+        "lab.learn.lessons.ddp:check",
+        Question(
+            "DDP collects VGG-11's gradients from the last layer to the first. It sends the first "
+            "bucket once it holds 1 MB, each later one once it holds 25 MB, and at the end what is "
+            "left. How many messages does a step send?",
+            3,
+            "9.5 MB, then 27.2 MB, and 0.3 MB are left",
+            "messages",
+        ),
+        {
+            "a": Exercise(
+                9.5,
+                "the last layer's 0.02 MB do not fill it, and the layer before brings 9.44 MB",
+                "the second-last weight alone is larger than 1 MB, and a tensor is not cut",
+            ),
+            "b": Exercise(
+                221.5,
+                "4 x 2(N-1)/N x 36.92 MB: four messages where one is enough",
+                "each micro-batch sends 2(N-1)/N of the gradients",
+            ),
+            "c": Exercise(
+                "module",
+                "the network is DDP's attribute `module`, so its names begin with module.",
+                "print list(model.state_dict()) in train",
+            ),
+        },
+    ),
 )

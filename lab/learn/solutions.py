@@ -69,6 +69,12 @@ SOLUTIONS = {
         *('"at once"', '"limit"', '"no"'),
         "LIMIT_SECONDS",
     ],
+    11: [
+        "DistributedDataParallel(build_model())",
+        *("model.no_sync()", "MICRO_BATCHES"),
+        *("dist.get_rank() == 0", "model.module.state_dict()"),
+        *("9.44 + 0.02", "4 * 2 * 3 / 4 * 36.92", '"module"'),
+    ],
 }
 
 

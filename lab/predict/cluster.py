@@ -12,9 +12,6 @@ from common.errors import UserError
 from lab.predict.event_model import Network, NodeLinks, Rate, smaller
 from lab.predict.priors import Beliefs, ClusterValues, load_priors
 
-BACKENDS = ("gloo", "nccl")
-TRANSPORTS = ("tcp", "rdma")
-
 LATENCIES = ((1e9, 200e-6), (10e9, 50e-6), (math.inf, 20e-6))
 _COMMON_BITS = 10e9  # of a link whose rate is not known
 RDMA_LATENCY = 5e-6  # seconds of a message on InfiniBand or RoCE, switches included

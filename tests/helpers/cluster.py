@@ -83,6 +83,21 @@ def with_word(word, *, name=None):
     return found
 
 
+def traffic(cluster):
+    """Return the bytes that each node has sent and received, by the bridge's ends of the links.
+
+    What the ranks of a node send to each other passes no link.
+    """
+    found = {}
+    for line in Path(f"/proc/{cluster.host_pid}/net/dev").read_text().splitlines():
+        device, _, numbers = line.strip().partition(":")
+        if device.startswith("veth"):
+            columns = [int(number) for number in numbers.split()]
+            # The bridge receives what the node sends.
+            found[int(device.removeprefix("veth"))] = (columns[0], columns[8])
+    return [found[node] for node in range(cluster.nodes)]
+
+
 def networks(pids):
     """Return the network namespaces of these processes."""
     found = set()

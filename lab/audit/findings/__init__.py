@@ -15,10 +15,12 @@ from lab.audit.findings import (
     collectives,
     ddp,
     endings,
+    evaluation,
     gradients,
     notices,
     randomness,
     samples,
+    saving,
     unapplied,
     weights,
 )
@@ -30,8 +32,18 @@ from lab.audit.records import Trouble
 
 # ``check(recording)`` of each is run, in this order.
 CHECKS = (
-    *(endings, collectives, ddp, gradients, weights, samples),
-    *(unapplied, randomness, notices, clocks),
+    endings,
+    collectives,
+    ddp,
+    gradients,
+    weights,
+    samples,
+    unapplied,
+    randomness,
+    evaluation,
+    saving,
+    notices,
+    clocks,
 )
 _OF_REPLICAS = (gradients, weights, samples)
 

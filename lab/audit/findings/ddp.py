@@ -49,13 +49,12 @@ def _not_averaged(recording: Recording, missed: DdpMissed) -> Iterator[Finding]:
     names = missed.converted or missed.late
     if not names:
         return
-    built = recording.of(DdpBuilt)
     for number in itertools.chain(*lasting_optimizers(recording)):
         got = Replicas(recording, number).got
         if any((got[step] != got[step][0]).any() for step in got.keys() - range(missed.step)):
             yield found(
                 "ddp-misses-parameters",
-                missed.at if missed.converted else first_line(one.at for one in built),
+                first_line([missed.at, *(one.at for one in recording.of(DdpBuilt))]),
                 kind="converted" if missed.converted else "late",
                 step=missed.step,
                 count=count(len(names), "parameter"),

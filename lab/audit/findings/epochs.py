@@ -6,7 +6,7 @@ sample on two ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from statistics import mode
@@ -49,7 +49,7 @@ class Epoch(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingLoader:
-    """A loader that a rank trained with.
+    """A loader that a rank trained with, or evaluated.
 
     Parameters
     ----------
@@ -80,7 +80,16 @@ def training_loaders(recording: Recording) -> list[list[TrainingLoader]]:
     The n-th training loader of each rank belongs to the n-th of the others. Ranks without any are
     left out, as a parameter server is; with other numbers of loaders nothing is returned.
     """
-    by_rank = [loaders for rank in recording.ranks if (loaders := _loaders_of(rank))]
+    return _side_by_side(recording, train=True)
+
+
+def evaluation_loaders(recording: Recording) -> list[list[TrainingLoader]]:
+    """Return likewise the loaders with which no epoch trains."""
+    return _side_by_side(recording, train=False)
+
+
+def _side_by_side(recording: Recording, *, train: bool) -> list[list[TrainingLoader]]:
+    by_rank = [loaders for rank in recording.ranks if (loaders := _loaders_of(rank, train=train))]
     if len(by_rank) < 2 or len(set(map(len, by_rank))) > 1:
         return []
     groups = [list(group) for group in zip(*by_rank, strict=True)]
@@ -93,18 +102,25 @@ def loader_line(recording: Recording) -> CodeLine | None:
     return loaders[0].facts.line if loaders else None
 
 
-def _loaders_of(rank: RankRecords) -> list[TrainingLoader]:
-    trained = sorted(_trained_epochs(rank))
+def _loaders_of(rank: RankRecords, *, train: bool) -> list[TrainingLoader]:
+    trained = _trained_epochs(rank)
     drawn: dict[EpochNumber, list[Batch | EpochOver | Rest]] = defaultdict(list)
     for record in rank.records:
         if isinstance(record, Batch | EpochOver | Rest):
             drawn[record.loader_number, record.epoch].append(record)
+    numbers = sorted(trained if train else _untrained(drawn, trained))
     loaders = []
     for facts in rank.of(Loader):
-        epochs = [_epoch(drawn[number]) for number in trained if number[0] == facts.number]
+        epochs = [_epoch(drawn[number]) for number in numbers if number[0] == facts.number]
         if epochs:
             loaders.append(TrainingLoader(rank.rank, rank, facts, epochs))
     return loaders
+
+
+def _untrained(drawn: Iterable[EpochNumber], trained: set[EpochNumber]) -> list[EpochNumber]:
+    """Return the epochs of loaders with which no epoch trains."""
+    training = {loader for loader, _ in trained}
+    return [number for number in drawn if number[0] not in training]
 
 
 def _trained_epochs(rank: RankRecords) -> set[EpochNumber]:
@@ -130,9 +146,7 @@ def _epoch(records: Sequence[Batch | EpochOver | Rest]) -> Epoch:
     drawn = [record for record in records if not isinstance(record, EpochOver)]
     known = [draw for draw in drawn if draw.indices]
     batches = [draw for draw in known if isinstance(draw, Batch)]
-    given: list[Index] = []
-    for batch in batches:
-        given += batch.indices or ()
+    given = [index for batch in batches for index in batch.indices or ()]
     last = records[-1]
     left = isinstance(last, Batch)
     cut = isinstance(last, EpochOver) and last.cut  # without a ``Rest``: what was left is not known

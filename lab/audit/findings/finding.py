@@ -9,7 +9,6 @@ from pathlib import Path
 from common.say import counts
 from lab.audit.records import CodeLine
 from lab.evidence import CURES
-from lab.explain.diagnosis import known_errors
 
 FAULT = "fault"
 
@@ -121,14 +120,10 @@ def gravest(outcomes: Iterable[Outcome | None]) -> Outcome | None:
 
 @cache
 def catalogue() -> dict[str, CatalogueEntry]:
-    """Return the entries of catalogue.toml by name, in its order, with texts of other tables."""
+    """Return the entries of catalogue.toml by name, in its order, with the cures of the rules."""
     content = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
     for name, cure in CURES.items():
         content[name]["cure"] = cure
-    known = {error.name: error for error in known_errors()}
-    for texts in content.values():
-        if error := known.get(texts.pop("known_error", "")):
-            texts.update({"cause": error.cause, "cure": error.cure})
     return {name: CatalogueEntry(name, **texts) for name, texts in content.items()}
 
 

@@ -146,7 +146,8 @@ def _piled_up(replicas: Replicas, updates: list[Update]) -> Finding | None:
     sampled = {update.step for update in updates}
     later = [update for update in updates if update.step - 1 in sampled]
     records = [record for update in later for record in update.records]
-    if len(later) < 3 or not all(map(_adds_to_the_last, records)):
+    # a single backward added to what the update before had used
+    if len(later) < 3 or not all(record.kept and record.micro == 1 for record in records):
         return None
     return found(
         "gradients-pile-up",
@@ -172,11 +173,6 @@ def _clipped_scaled(updates: list[Update]) -> Finding | None:
         norm=clip.norm,
         scale=clipped.scale,
     )
-
-
-def _adds_to_the_last(step: Step) -> bool:
-    """Return whether a single backward added to what the update before had used."""
-    return step.kept > 0 and step.micro == 1
 
 
 def _clips_scaled(step: Step) -> bool:
@@ -533,20 +529,16 @@ def _right_mean(seen: _Seen, *, clipped: bool) -> Right:
     extras = {text for update in seen.updates for text in update.texts}
     if clipped:
         extras.add("then clipped")
+    watched = "every watched step"
+    if seen.without:
+        watched += f" but {seen.without} in which it gets none"
     worst = max(update.residue for update in seen.updates)
     limit = f"{10 ** np.ceil(np.log10(max(worst, 1e-16))):.0e}"  # the same for most runs
     details = ", ".join([f"relative error at most {limit}", *sorted(extras)])
     return Right(
         "gradients",
-        f"{seen.whose} gets the mean of the ranks' gradients in {_watched(seen)} ({details})",
+        f"{seen.whose} gets the mean of the ranks' gradients in {watched} ({details})",
     )
-
-
-def _watched(seen: _Seen) -> str:
-    """Return in which steps an optimiser was seen to get the mean, in words."""
-    if seen.without:
-        return f"every watched step but {seen.without} in which it gets none"
-    return "every watched step"
 
 
 def _clipped_multiple(seen: _Seen) -> Iterator[Outcome]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -44,48 +45,26 @@ def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
     yield replace(found("batch-grows", line, totals=totals), sizes=sizes)
 
 
-class _Difference(NamedTuple):
-    """How far a rank's buffer is from the first rank's when they evaluate after a step."""
-
-    relative: float
-    step: int
-    rank: int
-    first: int
-    buffer: str
-    at: CodeLine | None
-
-
 def _batchnorm(recording: Recording) -> Iterator[Finding]:
-    """Compare the buffers with which the ranks evaluate after the same step."""
-    differences = []
+    """Compare the buffers with which the ranks evaluate after the same step: the worst one."""
+    differences: list[tuple[float, CodeLine | None, dict[str, Any]]] = [(0.0, None, {})]
     for step, records in first_records(recording, Evaluation).items():
         (first, reference), *others = sorted(records.items())
-        if not reference.batchnorm_layers:
-            continue
-        buffers = dict(reference.buffers)
+        buffers = dict(reference.buffers if reference.batchnorm_layers else ())
         for rank, record in others:
             for name, values in record.buffers:
                 relative = _difference(buffers.get(name, []), values)
-                differences.append(_Difference(relative, step, rank, first, name, record.at))
-    greatest = max(differences, key=lambda difference: difference.relative, default=None)
-    if greatest is not None and greatest.relative > 1e-6:
-        yield found(
-            "batchnorm-statistics",
-            greatest.at,
-            difference=greatest.relative,
-            buffer=greatest.buffer,
-            step=greatest.step,
-            rank=greatest.rank,
-            first=greatest.first,
-        )
+                where = {"step": step, "rank": rank, "first": first, "buffer": name}
+                differences.append((relative, record.at, where))
+    relative, at, places = max(differences, key=itemgetter(0))
+    if relative > 1e-6:
+        yield found("batchnorm-statistics", at, difference=relative, **places)
 
 
 def _difference(one: list[float], other: list[float]) -> float:
     """Return the relative difference of two buffers, 0 if they cannot be compared."""
-    if len(one) != len(other):
-        return 0.0
     size = np.linalg.norm(one)
-    if not 0 < size < np.inf:
+    if len(one) != len(other) or not 0 < size < np.inf:
         return 0.0
     return float(np.linalg.norm(np.subtract(one, other)) / size)
 
@@ -118,16 +97,14 @@ def _accumulation(recording: Recording) -> Iterator[Finding]:
 
     Few of many have them where the script leaves out an update now and then.
     """
-    by_rank = []
+    steps: list[TrainingStep] = []
     for rank in recording.ranks:
         every = training_steps(rank)
         accumulated = [step for step in every if step.accumulates]
-        if len(accumulated) < max(2, len(every) / 2):
+        steps += accumulated
+        few = len(accumulated) < max(2, len(every) / 2)
+        if few or len(recording.ranks) < recording.size:
             return
-        by_rank.append(accumulated)
-    if len(by_rank) < recording.size:
-        return
-    steps = [step for of_rank in by_rank for step in of_rank]
     micro = steps[0].batches
     if all(map(_adds_up, steps)):
         yield found("summed-accumulation", backward_line(recording), micro=micro)
@@ -160,9 +137,7 @@ def _uneven_batches(recording: Recording) -> Iterator[Finding]:
     local = local_batches(recording)
     if local is None:
         return
-    by_count = sorted((count, rank) for rank, count in local.items())
-    least, fewer = by_count[0]
-    greatest, more = by_count[-1]
+    (least, fewer), *_, (greatest, more) = sorted((local[rank], rank) for rank in local)
     if greatest <= 1.1 * least + 1:
         return
     if all(_adds_up(step) for rank in recording.ranks for step in training_steps(rank)):

@@ -13,7 +13,13 @@ import numpy as np
 from msgspec.structs import replace as replace_fields
 
 from lab.audit.findings.one_model import exchanges_activations
-from lab.audit.findings.where import first_parameters, samples_of, steps_by_tensor
+from lab.audit.findings.where import (
+    ComputedWith,
+    computed_with,
+    first_parameters,
+    samples_of,
+    steps_by_tensor,
+)
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import (
     Backward,
@@ -30,9 +36,6 @@ from lab.audit.records import (
     Step,
     Trained,
 )
-
-# What a backward computed with: hashes of the inputs, and of the targets.
-Inputs = tuple[tuple[int | None, ...], int | None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class _Model:
     alone: bool
     samples: int
     steps: int
-    inputs: Sequence[Inputs]
+    inputs: Sequence[ComputedWith]
     at: CodeLine | None
 
     def matches(self, other: "_Model") -> tuple[bool, ...]:
@@ -87,7 +90,10 @@ def shared_part(recording: Recording) -> Recording:
     sentences = [*_told(private, fewest)]
     if not exchanges_activations(recording):
         for of_ranks in _on_every_rank(models, private):
-            sentences.append(_told_everywhere(of_ranks[0]))
+            sentences.append(
+                "Every rank also trains another model by itself, on the same samples "
+                f"({_described(of_ranks[0])}): it is set aside."
+            )
             for of_rank, model in zip(private, of_ranks, strict=True):
                 of_rank.append(model)
     if not any(private):
@@ -136,7 +142,7 @@ def _models(rank: RankRecords) -> list[_Model]:
                 alone=all(_gets_its_own(rank, step) for step in steps if step.sampled),
                 samples=samples_of(backwards[0]) if backwards else 0,
                 steps=len(steps),
-                inputs=[_inputs(backward) for backward in backwards],
+                inputs=[computed_with(backward) for backward in backwards],
                 at=parameters.at,
             )
         )
@@ -149,11 +155,6 @@ def _gets_its_own(rank: RankRecords, step: Step) -> bool:
     got = rank.numbers(step.got)
     # the cosine of their angle is 1; NaN: nobody knows
     return bool(np.dot(own, got) >= (1 - 1e-6) * np.linalg.norm(own) * np.linalg.norm(got))
-
-
-def _inputs(backward: Backward) -> Inputs:
-    target = None if backward.loss is None else backward.loss.target_hash
-    return tuple(forward.input_hash for forward in backward.forwards), target
 
 
 def _surplus(models: Sequence[_Model], fewest: Sequence[_Model]) -> list[_Model] | None:
@@ -204,13 +205,6 @@ def _told(private: Sequence[Sequence[_Model]], fewest: Sequence[_Model]) -> Iter
                     f"Rank {rank} also trains another model by itself ({_described(model)}): "
                     "it is set aside."
                 )
-
-
-def _told_everywhere(model: _Model) -> str:
-    return (
-        "Every rank also trains another model by itself, on the same samples "
-        f"({_described(model)}): it is set aside."
-    )
 
 
 def _described(model: _Model) -> str:

@@ -25,6 +25,8 @@ PROPERTIES: Mapping[str, str] = {
     "batches": "the ranks have equally many batches",
     "in step": "the ranks skip batches and updates together",
     "augmentation": "the ranks make their samples with different random numbers",
+    "evaluation": "evaluations count each sample once, and those of all ranks",
+    "files": "no two ranks write one file at once",
     "global batch": "all ranks together train on the batch that was asked for",
     "clocks": "the times that the script prints are of whole steps",
 }

@@ -1,35 +1,26 @@
 """Whether the ranks draw the same random numbers: for their samples, and in the forward pass."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from lab.audit.findings.epochs import TrainingLoader, training_loaders
+from common.say import listed
+from lab.audit.findings.epochs import TrainingLoader
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
-from lab.audit.findings.samples import train_apart
 from lab.audit.findings.where import first_line, first_records
 from lab.audit.recording import Recording
 from lab.audit.records import Drew, RandomForward, Start
 
 _FIRST_STEPS = 6
-_SAME = 0.9  # the share of equal states from which on all are
 
 
-def check(recording: Recording) -> Iterator[Outcome]:
-    """Yield what is found about the random numbers of a run."""
-    if len(recording.ranks) < 2:
-        return
-    yield from _equal_dropout(recording)
-    for loaders in training_loaders(recording):
-        if train_apart(loaders):
-            yield from _augmentation(recording, loaders)
-
-
-def _equal_dropout(recording: Recording) -> Iterator[Finding]:
+def check(recording: Recording) -> Iterator[Finding]:
     """Compare the ranks' random states at the first dropout of the first six steps.
 
     Later one rank may have drawn alone, as by evaluating after an epoch.
     """
+    if len(recording.ranks) < 2:
+        return
     states = [
         {record.state_hash for record in records.values()}
         for step, records in first_records(recording, RandomForward).items()
@@ -40,15 +31,19 @@ def _equal_dropout(recording: Recording) -> Iterator[Finding]:
         yield found("equal-dropout", line, ranks=recording.size, steps=len(states))
 
 
-def _augmentation(recording: Recording, loaders: list[TrainingLoader]) -> Iterator[Outcome]:
-    """Compare the states in which the ranks' generators were when they made training batches."""
+def augmentation(recording: Recording, loaders: Sequence[TrainingLoader]) -> Iterator[Outcome]:
+    """Compare the states in which the ranks' generators were when they made training batches.
+
+    A few may be equal by chance, as where a dataset seeds them with an index.
+
+    loaders : those that belong together, whose samples differ.
+    """
     drawn = [_drawn(recording, loader) for loader in loaders]
-    partly = []
     for (one, mine), (other, theirs) in combinations(zip(loaders, drawn, strict=True), 2):
         for generator in sorted(mine.keys() & theirs.keys()):
             shared = mine[generator] & theirs[generator]
             fewer = min(len(mine[generator]), len(theirs[generator]))
-            if len(shared) >= max(2, _SAME * fewer):
+            if len(shared) >= max(2, fewer / 2):
                 yield found(
                     "equal-augmentation",
                     one.facts.line,
@@ -60,13 +55,11 @@ def _augmentation(recording: Recording, loaders: list[TrainingLoader]) -> Iterat
                     batches=fewer,
                 )
                 return
-            if shared or not fewer:
-                partly.append(generator)
-    if partly:
-        yield Unknown("augmentation", f"the states of {partly[0]} were equal in some batches only")
-    elif all(drawn):
-        generators = " and ".join(sorted(drawn[0]))
-        yield Right("augmentation", f"no two ranks draw from {generators} in equal states")
+    generators = listed(sorted(set().union(*drawn)))
+    if any(len(states) < 2 for mine in drawn for states in mine.values()):
+        yield Unknown("augmentation", f"too few batches were made with numbers from {generators}")
+    elif generators:
+        yield Right("augmentation", f"the ranks draw from {generators} in states of their own")
 
 
 def _drawn(recording: Recording, loader: TrainingLoader) -> Mapping[str, set[int]]:

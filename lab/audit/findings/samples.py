@@ -24,7 +24,14 @@ from lab.audit.findings.epochs import (
     training_steps,
 )
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, gravest
-from lab.audit.findings.where import backward_line, first_step_apart, recording_exchanges
+from lab.audit.findings.randomness import augmentation
+from lab.audit.findings.where import (
+    ComputedWith,
+    backward_line,
+    computed_with,
+    first_step_apart,
+    recording_exchanges,
+)
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import Backward, Batch, CodeLine, Cut, FsdpBuilt, Index, Join, Rest
 
@@ -74,6 +81,7 @@ def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     data = {equal_indices_tell for _, equal_indices_tell in compared}  # True, False or None
     if all(isinstance(outcome, Right) for outcome, _ in compared):
         yield Right("samples", "every rank trains on different samples")
+        yield from augmentation(recording, loaders)
     yield from alike
     if not alike and False not in data:
         covers = _coverage(recording, loaders, one_dataset=None not in data)
@@ -83,16 +91,9 @@ def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     counts = _batch_counts(recording, loaders)
     if counts is not None:
         yield counts
-    yield from _padding(loaders)
 
 
 # --- how many samples ---
-
-
-def train_apart(loaders: Loaders) -> bool:
-    """Return whether the ranks' loaders give each of them other samples."""
-    compared = [_compare(one, other) for one, other in combinations(loaders, 2)]
-    return all(isinstance(outcome, Right) for outcome, _ in compared)
 
 
 def _global_batch(recording: Recording, asked: int) -> Outcome:
@@ -188,25 +189,17 @@ def _listed(samples: Sequence[Index]) -> str:
     return ", ".join(map(str, samples[:4]))
 
 
-class _Pass(NamedTuple):
-    """What a rank's model and loss got in a backward, as hashes; the target's may be unknown."""
-
-    inputs: tuple[int | None, ...]
-    target: int | None
-
-
-def _passes(rank: RankRecords) -> dict[tuple[int, int], _Pass]:
+def _passes(rank: RankRecords) -> dict[tuple[int, int], ComputedWith]:
     """Return by step and micro-batch each backward whose inputs are known."""
     passes = {}
     for backward in rank.of(Backward):
-        inputs = tuple(forward.input_hash for forward in backward.forwards)
-        if inputs and None not in inputs:
-            target = None if backward.loss is None else backward.loss.target_hash
-            passes[backward.step, backward.micro] = _Pass(inputs, target)
+        computed = computed_with(backward)
+        if computed.inputs and None not in computed.inputs:
+            passes[backward.step, backward.micro] = computed
     return passes
 
 
-def _both_passes(one: RankRecords, other: RankRecords) -> list[tuple[_Pass, _Pass]]:
+def _both_passes(one: RankRecords, other: RankRecords) -> list[tuple[ComputedWith, ComputedWith]]:
     """Return the passes of two ranks in each backward that both have."""
     mine = _passes(one)
     theirs = _passes(other)
@@ -266,12 +259,12 @@ def _coverage(recording: Recording, loaders: Loaders, *, one_dataset: bool) -> O
         (number, of_ranks) for number, of_ranks in epochs if all(epoch.whole for epoch in of_ranks)
     ]
     return gravest(
-        _Coverage(loaders, number, of_ranks).outcome(one_dataset=one_dataset)
+        Coverage(loaders, number, of_ranks).outcome(one_dataset=one_dataset)
         for number, of_ranks in whole or epochs
     )
 
 
-class _Coverage:
+class Coverage:
     """What the ranks together drew in an epoch.
 
     Attributes
@@ -423,16 +416,6 @@ def _replicas(loaders: Loaders) -> int:
     return _common([loader.facts.replicas for loader in loaders]) or 0
 
 
-def _padding(loaders: Loaders) -> Iterator[Outcome]:
-    """Yield that DistributedSampler repeats samples, fewer than one a rank."""
-    length = _length(loaders) or 0
-    of_rank = sum(len(draw.indices or ()) for draw in loaders[0].epochs[0].whole)
-    draws = len(loaders) * of_rank
-    repeated = draws - length
-    if _replicas(loaders) == len(loaders) and 0 < repeated < len(loaders):
-        yield found("padding-sampler", loaders[0].facts.line, samples=length, draws=draws)
-
-
 # --- the order, and the number of batches ---
 
 
@@ -555,10 +538,8 @@ def _in_step(recording: Recording, groups: Sequence[Loaders]) -> Outcome | None:
     comparable = len(groups) == 1 and len(groups[0]) == recording.size
     if not comparable or recording.of(Join) or not recording_exchanges(recording):
         return None
-    if _common([loader.facts.batches for loader in groups[0]]) is None:
-        return None
     taken = [[step.batches for step in training_steps(rank)] for rank in recording.ranks]
-    if not all(taken):
+    if not all(taken) or _common([loader.facts.batches for loader in groups[0]]) is None:
         return None
     for number, counts in enumerate(zip(*taken, strict=False)):
         if len(set(counts)) > 1:

@@ -60,8 +60,9 @@ def check(recording: Recording) -> Iterator[Outcome]:
     for family in lasting_optimizers(recording):
         of_family = [Replicas(recording, number) for number in family]
         replicas += of_family
-        if _starts_apart(of_family[0]):
-            different_starts.append(of_family[0])
+        first = of_family[0]
+        if 0 in first.weights and first.spread(0).max(initial=0.0) > START:
+            different_starts.append(first)
     exchanged = recording_exchanges(recording)
     if exchanged:
         for several in different_starts:
@@ -99,15 +100,14 @@ def _loads(recording: Recording) -> Iterator[Outcome]:
 
 
 def _loaded(recording: Recording, step: int) -> Finding | None:
-    """Return that some ranks load weights after a number of steps, and others do not, or others."""
+    """Return that some ranks load weights more often than others after a number of steps."""
     loads = [in_step(rank.of(Load), step) for rank in recording.ranks]
     most, fewest = max(loads, key=len), min(loads, key=len)
-    if not most or (fewest and not step):
+    if len(most) == len(fewest):
         return None
     return found(
         "loads-differ",
         most[-1].at,
-        kind="own" if len(fewest) == len(most) else "some",
         step=step,
         rank=loads.index(most),
         other=loads.index(fewest),
@@ -223,10 +223,6 @@ def _parameters(rank: RankRecords, optimizer: int) -> list[Parameter]:
 def _as_named(parameters: Iterable[Parameter]) -> list[tuple[str, str, list[int]]]:
     """Return what is the same on all ranks if they hold the same parameters."""
     return [(row.key, row.name, row.shape) for row in parameters]
-
-
-def _starts_apart(replicas: Replicas) -> bool:
-    return 0 in replicas.weights and replicas.spread(0).max(initial=0.0) > START
 
 
 def _different_start(replicas: Replicas) -> Finding:

@@ -4,7 +4,7 @@ import sys
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import (
@@ -31,6 +31,19 @@ _NO_EXCHANGE = ("barrier", "object", "monitored", *SETUP)
 
 OfStep = TypeVar("OfStep", Backward, CollectiveCall, Load)
 OncePerStep = TypeVar("OncePerStep", Evaluation, RandomForward)
+
+
+class ComputedWith(NamedTuple):
+    """What a rank's model and loss got in a backward, as hashes; some may be unknown."""
+
+    inputs: tuple[int | None, ...]
+    target: int | None
+
+
+def computed_with(backward: Backward) -> ComputedWith:
+    """Return what a backward computed with."""
+    target = None if backward.loss is None else backward.loss.target_hash
+    return ComputedWith(tuple(forward.input_hash for forward in backward.forwards), target)
 
 
 def in_step(records: Iterable[OfStep], step: int) -> list[OfStep]:

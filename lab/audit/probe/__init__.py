@@ -31,7 +31,7 @@ missed   a backward through DistributedDataParallel gave other gradients than it
          where this changes: step, unused (names of its parameters that got none), late (of those
          that got one, and required none when it was built), converted (of those that a conversion
          of the module has cut off from its hooks), at (the line that converted a module
-         last, or null)
+         last; null if none of these)
 hook     DistributedDataParallel got a communication hook, whose calls are seen: name, at
 fsdp     fully_shard or FSDP1: at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw
@@ -60,8 +60,7 @@ stepped  follows it at once: o, step, seconds (of the update), state (hash of sa
          optimiser's state; null if it has none)
 unapplied at the end, of a model that an optimiser trains: names (of the parameters that got
          gradients, lie in no optimiser that took a step, and did not change), steps (that left a
-         gradient unused, of those sampled), numbers (that these have), every (that all have), own
-         and held (samples of this rank's own gradients and of .grad at the latest of these), at
+         gradient unused, of those sampled), numbers (that these have), every (that all have), at
          (the line that made them)
 loader   l (its number), dataset, length, batches, sampler, replicas, inner_length (of the innermost
          datasets; null where the indices within are not known), content (hash of samples that these
@@ -83,7 +82,8 @@ call     a collective began: c, name, op, size (of its group), group (null for a
          that trains is under way, "backward" or null), world (the number of ranks that
          init_process_group waits for, or null), meets (where it meets them: "address:port" or its
          init_method; null for a store of the script), at. init_process_group and new_group are
-         calls as well
+         calls as well. Of few other numbers that are summed over all ranks also tensor (its number)
+         and values (those of this rank)
 done     c, seconds (until the call returned), own_thread (it was called in a thread of the script's
          own), error (null unless it failed); a second record after an asynchronous call's
          Work.wait, with seconds 0 and wait_seconds
@@ -94,6 +94,8 @@ drew     a batch was made with random numbers, in this process: indices (of the 
          {generator: hash of its state before} of those that it drew from
 load     Module.load_state_dict has succeeded: step, matched, missing and unexpected (numbers of
          keys), names (the first that is missing, and the first unexpected one), at
+saved    torch.save to a file: step, path, at
+loaded   torch.load from a file: step, path, at
 random   a training forward that draws, as by dropout: step, hash (of the generators' states
          before it), at
 stands   this process has waited for 3 s in a function that communicates, and done nothing else: c

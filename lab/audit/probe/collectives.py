@@ -22,8 +22,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .sampling import tensors_in
+from .sampling import dense, join, tensors_in
 from .state import Probe, named, patch, put, storage_of, wrapped
 
 # Of the names of the functions that communicate.
@@ -42,6 +43,7 @@ _WAITING_IN = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/", __
 _LOOKING = "lab audit looks"  # the thread's name
 _TICK_SECONDS = 0.5
 _STANDS_TICKS = 6
+_FEW = 16  # numbers of a metric
 _IDLE_SHARE = 0.1  # of a core: a process that uses less waits for something
 
 
@@ -49,6 +51,7 @@ class CallRecorder:
     """Records the calls of this process, numbered from 0, and where it waits.
 
     _works : the number of the asynchronous call that returned each Work.
+    _summed : a number for each tensor that is summed over the ranks.
     _open : by thread, the number and the name of the call that it is in.
     """
 
@@ -56,6 +59,7 @@ class CallRecorder:
         self._probe = probe
         self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._numbers = itertools.count()
+        self._summed: Any = WeakIdKeyDictionary()
         self._open: dict[int, tuple[Any, Any]] = {}
         # The functions are replaced wherever torch.distributed holds them.
         calls = {}  # by original
@@ -146,6 +150,7 @@ class CallRecorder:
         if message:
             dtype = str(message[0].dtype).split(".")[-1]
             shape = list(message[0].shape)
+        content = self._content(every)
         return {
             "world": _world_size(given),
             "meets": _meeting_point(given) if name == "init_process_group" else None,
@@ -157,9 +162,21 @@ class CallRecorder:
             "shape": shape,
             "peer": _peer(name, given, group),
             "async": bool(given.get("async_op")) or name in ("isend", "irecv"),
-            "content": self._content(every),
+            "content": content,
             "within": self._pass_under_way(),
+            **(self._summand(given, message) if content == "other" else {}),
         }
+
+    def _summand(self, given: dict[str, Any], message: list[torch.Tensor]) -> dict[str, Any]:
+        """Return which tensor is to be summed over all ranks, and its numbers if these are few."""
+        is_sum = given.get("op") == dist.ReduceOp.SUM and "tensor" in given
+        if not is_sum or given.get("group") not in (None, dist.group.WORLD):
+            return {}
+        tensor = message[0]
+        if tensor.numel() > _FEW or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return {}
+        number = self._summed.setdefault(tensor, len(self._summed))
+        return {"tensor": number, "values": list(join([dense(tensor)]))}
 
     def _pass_under_way(self) -> str | None:
         """Return "backward", or "forward" of a model that trains, or None."""

@@ -162,10 +162,8 @@ def _read_indices(dataset: Any, innermost: dict[int, Any]) -> Sequence[int] | No
     several others that is no ConcatDataset.
     """
     length = len(dataset)
-    within = []
-    for value in _attributes(dataset):
-        if value is not dataset and _is_dataset(value):
-            within.append(value)
+    attributes = [value for value in _attributes(dataset) if value is not dataset]
+    within = [value for value in attributes if _is_dataset(value)]
     if not within:
         innermost[id(dataset)] = dataset
         number = list(innermost).index(id(dataset))
@@ -470,11 +468,8 @@ def _describe(loader: DataLoader[Any], at: list[Any] | None) -> LoaderFacts:
 def _samplers(loader: DataLoader[Any]) -> list[Any]:
     """Return the script's own batch sampler, and the sampler within it or of the loader."""
     batch_sampler = loader.batch_sampler
-    samplers = []
-    for sampler in (batch_sampler, getattr(batch_sampler, "sampler", loader.sampler)):
-        if sampler is not None and type(sampler) is not BatchSampler:
-            samplers.append(sampler)
-    return samplers
+    both = (batch_sampler, getattr(batch_sampler, "sampler", loader.sampler))
+    return [sampler for sampler in both if type(sampler) not in (BatchSampler, type(None))]
 
 
 def _length(of: Any) -> int | None:
@@ -491,13 +486,7 @@ def plain_indices(batch: Any) -> list[Any]:
         batch = batch.tolist()
     if not hasattr(batch, "__iter__") or isinstance(batch, (str, bytes)):
         batch = [batch]
-    indices: list[Any] = []
-    for index in batch:
-        if hasattr(index, "__index__"):
-            indices.append(int(index))
-        else:
-            indices.append(str(index)[:100])
-    return indices
+    return [int(index) if hasattr(index, "__index__") else str(index)[:100] for index in batch]
 
 
 def watch(probe: Probe) -> None:

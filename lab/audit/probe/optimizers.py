@@ -51,7 +51,6 @@ class OwnSum:
     applied : an optimiser that holds the parameter has taken a step.
     unapplied : the sampled steps at whose end ``.grad`` held a gradient, before ``applied``.
     first : samples of the parameter at the first of these; None before it.
-    left : samples of the own gradient and of ``.grad`` at the latest of these.
     """
 
     samples: Tensor | None = None
@@ -63,7 +62,6 @@ class OwnSum:
     applied: bool = False
     unapplied: int = 0
     first: Tensor | None = None
-    left: tuple[Tensor, ...] = ()
 
     def add(self, gradient: Tensor, held: Tensor | None, backward: int) -> None:
         """Add the gradient of one call of the hook.
@@ -103,13 +101,10 @@ class OwnSum:
 
     def see_unapplied(self, parameter: Tensor) -> None:
         """See at the end of a step whether it has left a gradient unused."""
-        held = parameter.grad
-        if self.applied or self.samples is None or held is None or not self.samples.any():
-            return
-        if self.first is None:
-            self.first = take(parameter)
-        self.unapplied += 1
-        self.left = (self.samples, take(held))
+        left = None if parameter.grad is None else self.samples
+        if left is not None and not self.applied and left.any():
+            self.first = take(parameter) if self.first is None else self.first
+            self.unapplied += 1
 
     def is_unapplied(self, parameter: Tensor) -> bool:
         """Return whether no step has used the gradients, and the parameter is as it was."""
@@ -269,8 +264,6 @@ class GradientWatch:
                 steps=min(sums[name].unapplied for name in left),
                 numbers=_numel(model[name] for name in left),
                 every=_numel(model.values()),
-                own=self._probe.samples(sums[name].left[0] for name in left),
-                held=self._probe.samples(sums[name].left[1] for name in left),
                 at=self._model_line(model[name] for name in left),
             )
 

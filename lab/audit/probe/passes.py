@@ -203,10 +203,6 @@ class PassWatch:
     def load(self, original: Any, module: Module, given: Any, *args: Any, **kwargs: Any) -> Any:
         """Write the record ``load`` when a module has loaded a state dict."""
         result = original(module, given, *args, **kwargs)
-        self._probe.guard(self._loaded)(given, result)
-        return result
-
-    def _loaded(self, given: Any, result: Any) -> None:
         self._probe.record(
             "load",
             step=self._probe.step,
@@ -216,6 +212,7 @@ class PassWatch:
             names=[*result.missing_keys[:1], *result.unexpected_keys[:1]],
             at=self._probe.place(),
         )
+        return result
 
     def _root(self, module: Module) -> Module:
         """Return the module that holds this one, at any depth; DDP itself is left out."""
@@ -276,7 +273,8 @@ class PassWatch:
                 missed[how].append(name)
         if missed != self._missed:
             self._missed = missed
-            self._probe.record("missed", step=self._step, **missed, at=self._converted)
+            at = self._converted if missed["converted"] else None
+            self._probe.record("missed", step=self._step, **missed, at=at)
 
     def hook_ddp(self, original: Any, ddp: Any, state: Any, hook: Any) -> None:
         """Write the record ``hook`` before a communication hook is registered."""

@@ -6,6 +6,7 @@ process that makes it: the script's own or a loader's worker. Reading them draws
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import zlib
@@ -28,47 +29,32 @@ def torch_state() -> int:
     return checksum(states)
 
 
-def _states(dataset: Any) -> dict[str, int]:
-    """Return hashes of the states of all generators that a dataset may draw from, by their names.
-
-    Those are the modules', and what the dataset or one within it holds as an attribute.
-    """
+def _states() -> dict[str, int]:
+    """Return hashes of the states of the modules' generators, by their names."""
+    states = {"torch": torch_state(), "random": zlib.crc32(repr(random.getstate()).encode())}
     numpy = sys.modules.get("numpy.random")
-    states: dict[str, Any] = {"random": random.getstate()}
     if numpy is not None:
-        states["numpy.random"] = [*map(plain, numpy.get_state())]
-    while dataset is not None:
-        held = dict(getattr(dataset, "__dict__", {}))
-        for name, value in held.items():
-            state = _state_of(value)
-            if state is not None:
-                states[f"{type(dataset).__name__}.{name}"] = state
-        dataset = held.get("dataset")
-    hashes = {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
-    return {"torch": torch_state(), **hashes}
+        parts = [*map(plain, numpy.get_state())]
+        states["numpy.random"] = zlib.crc32(repr(parts).encode())
+    return states
 
 
-def _state_of(value: Any) -> Any:
-    """Return the state of a generator of random numbers; None for anything else."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return checksum([value.get_state()])
-    return getattr(getattr(value, "bit_generator", None), "state", None)  # numpy's
+def _record(probe: Probe, indices: Any, before: dict[str, int], after: dict[str, int]) -> None:
+    """Write the record ``drew`` of the generators that a batch was made with, if there are any."""
+    drawn = {name: state for name, state in before.items() if state != after[name]}
+    if drawn:
+        probe.record("drew", indices=plain_indices(indices), states=drawn)
 
 
 def watch(probe: Probe) -> None:
     """Watch how datasets make batches."""
     states = probe.guard(_states)
+    record = probe.guard(functools.partial(_record, probe))
 
     def fetch(original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
-        before = states(fetcher.dataset)
+        before = states()
         batch = original(fetcher, indices)
-        after = states(fetcher.dataset)
-        if before and after:
-            drawn = {name: state for name, state in before.items() if state != after.get(name)}
-            if drawn:
-                probe.record("drew", indices=plain_indices(indices), states=drawn)
+        record(indices, before, states())
         return batch
 
     patch(_MapDatasetFetcher, fetch=fetch)

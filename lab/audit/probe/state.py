@@ -287,6 +287,12 @@ def _find_torch(probe: Probe, name: str, *rest: Any) -> Any:
     return spec
 
 
+# In this order: a part may use what those before it have set.
+_PARTS = (
+    *("optimizers", "passes", "collectives", "data", "randomness", "saving", "stopping", "clocks"),
+)
+
+
 def _watch(probe: Probe, execute: Callable[[Any], None], module: Any) -> None:
     """Execute the module torch, then start the parts. One that fails is recorded; the others go on.
 
@@ -294,7 +300,7 @@ def _watch(probe: Probe, execute: Callable[[Any], None], module: Any) -> None:
     """
     execute(module)
     probe.record("torch", version=str(sys.modules["torch"].__version__))
-    for part in ("optimizers", "passes", "collectives", "data", "randomness", "stopping", "clocks"):
+    for part in _PARTS:
         try:
             importlib.import_module(f".{part}", __package__).watch(probe)
         except Exception:

@@ -13,7 +13,8 @@ def recorded(exchange=mean, **missed):
     """Return the recording of a training in which rank 1 misses these parameters from step 2 on."""
     run = train(exchange, size=2)
     run.ranks[0].record("ddp", bytes=8, at=["main.py", 4, "DDP(model)"])
-    run.ranks[1].record("missed", step=2, at=["main.py", 5, "model.float()"], **missed)
+    at = ["main.py", 5, "model.float()"] if "converted" in missed else None
+    run.ranks[1].record("missed", step=2, at=at, **missed)
     return run
 
 

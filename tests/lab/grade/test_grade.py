@@ -363,7 +363,7 @@ def test_a_call_that_sends_next_to_nothing_is_not_how_a_part_exchanges_its_gradi
 WRONG = {
     "points = 6": ("points = -1", "points"),
     "[parts.part2]": ("[parts.part2]\nsurprise = 1", "surprise"),
-    "literal-divisor = 0.5": ("padding-sampler = 0.5", "a notice never costs points"),
+    "literal-divisor = 0.5": ("no-shuffling = 0.5", "a notice never costs points"),
     "accepts.clipped-before-averaging": ("accepts.sum", "no such fault"),
     "python {script}": ("python main.py", "lacks {script}"),
     "--rank {rank}": ("", "lacks {rank}"),

@@ -173,7 +173,7 @@ def test_the_pictures_are_drawn_again_alike(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "number", [2, 3, pytest.param(4, marks=[needs_namespaces, pytest.mark.alone]), 5]
+    "number", [2, 3, pytest.param(4, marks=[needs_namespaces, pytest.mark.alone]), 5, 11]
 )
 def test_a_solution_is_right(number, tmp_path):
     solve(number, tmp_path)

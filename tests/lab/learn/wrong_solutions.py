@@ -720,3 +720,46 @@ BATCHNORM = of_lesson(
         ),
     },
 )
+DDP = [
+    *of_lesson(
+        11,
+        {
+            "not wrapped": ({0: "build_model()"}, "line 46 of 11_ddp.py.*no_sync"),
+            "every micro-batch": (
+                {1: "contextlib.nullcontext()"},
+                "47 messages come too early, 48 with the last",
+                "needless-communication",
+            ),
+            "the sum": ({2: "1"}, "the first update is 2 times"),
+            "the world size": (
+                {2: "dist.get_world_size()"},
+                "on 4 ranks the first update is 0.5 t",
+            ),
+            "all write": ({3: "True"}, "2 ranks write the checkpoint"),
+            "nobody writes": ({3: "False"}, "0 ranks write the checkpoint"),
+            "DDP's names": ({4: "model.state_dict()"}, "module.0.weight", "attribute `module`"),
+            "other weights": (
+                {4: "build_model().state_dict()"},
+                "the checkpoint holds other weights",
+            ),
+        },
+    ),
+    WrongSolution(
+        "beside DDP",
+        11,
+        ("DDP never sends", "own-gradient"),
+        edit=("cross_entropy(model(images)", "cross_entropy(model.module(images)"),
+    ),
+    WrongSolution(
+        "no step",
+        11,
+        (r"optimizer.step\(\) is never called",),
+        edit=("number % MICRO_BATCHES == 0  #", "False  #"),
+    ),
+    WrongSolution(
+        "the gradients pile up",
+        11,
+        ("is each step's gradient forgotten",),
+        edit=("optimizer.zero_grad()", "pass"),
+    ),
+]
