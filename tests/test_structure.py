@@ -230,7 +230,7 @@ MOST_STATEMENTS = {
     "lab/comparison": 250,
     "lab/doctor": 390,
     "lab/evidence": 220,
-    "lab/explain": 160,
+    "lab/explain": 620,
     "lab/fleet": 100,
     "lab/grade": 2270,
     "lab/learn": 2010,

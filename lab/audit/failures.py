@@ -10,6 +10,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from common.say import count
@@ -32,7 +33,9 @@ from lab.audit.records import (
 )
 from lab.audit.result import Failure
 from lab.audit.runner import AuditRun
-from lab.explain.diagnosis import OWN, Found, explain, lines_of
+from lab.explain.diagnosis import filled, find_known, flags_of, words_of
+from lab.explain.episodes import KnownError, tracebacks
+from lab.explain.streams import Log
 from lab.fleet.first_failure import find_root_failure, last_error_line
 
 # Of errors that another rank's end causes.
@@ -48,8 +51,6 @@ _TORCHRUNS_OWN = re.compile(
 )
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
 _GLOOS_PLACE = re.compile(r"\[enforce fail at [^][]*\]\s*")
-# A frame of a printed traceback; that of a SyntaxError has no function.
-_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+).*\n(?: {4,}(\S.*))?', re.MULTILINE)
 _ERROR = re.compile(r"[Ee]rror|Exception|printed nothing")
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _PRINTED = 4000  # characters of a rank's output that are read for the cause
@@ -197,7 +198,7 @@ def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> 
         message = message.replace(": ", ", and last printed: ", 1)
     message = _GLOOS_PLACE.sub("", message).rstrip(".")
     end = "" if message.endswith("?") else "."
-    return _explained(Failure(f"{message}{end}", at=at), found, run)
+    return _explained(Failure(f"{message}{end}", at=at), found, told, run)
 
 
 def _first_to_fail(run: AuditRun, gone: RankRecords | None) -> tuple[str, str]:
@@ -241,42 +242,42 @@ def _printed_places(printed: str, run: AuditRun) -> Iterator[CodeLine]:
     """Yield the lines of the script in the printed tracebacks, the last first."""
     cwd = run.settings.cwd
     folder = os.path.realpath(run.command.user_folder(cwd))
-    for file, number, text in reversed(_FRAME.findall(printed)):
-        path = os.path.realpath(cwd / file)
-        if not file.startswith("<") and belongs_to(path, folder):
-            yield CodeLine(os.path.relpath(path, folder), int(number), text)
+    episodes = [*chain.from_iterable(tracebacks(Log(printed.encode())))]
+    for episode in reversed(episodes):
+        for frame in reversed(episode.frames):
+            path = os.path.realpath(cwd / frame.file)
+            if not frame.file.startswith("<") and belongs_to(path, folder):
+                yield CodeLine(os.path.relpath(path, folder), frame.line, frame.source)
 
 
-def _known(told: str, around: str) -> Found | None:
+def _known(told: str, around: str) -> KnownError | None:
     """Return the known error that a rank's message shows, or None.
 
     told : the message.
     around : what else the rank printed, with the lines of its traceback: it can support what the
         message shows, but is no error by itself.
     """
-    lines = lines_of(told)
-    last = lines[-1].number if lines else 0
-    for found in explain(lines_of(f"{told}\n{around}")):
-        shown = found.error.name != OWN and found.error.kind != "note"
-        if shown and found.line.number <= last:
-            return found
-    return None
+    found = find_known(told, around=lambda: around, before=lambda: around)
+    return None if found is None or found.kind == "note" else found
 
 
-def _explained(failure: Failure, found: Found | None, run: AuditRun) -> Failure:
-    """Return a failure with the cause and the cure of the known error, and what to try."""
-    if found is None:
+def _explained(failure: Failure, error: KnownError | None, told: str, run: AuditRun) -> Failure:
+    """Return a failure with the cause and the cure of the known error, and what to try.
+
+    told : the message that shows the error.
+    """
+    if error is None:
         advice = "" if failure.at else "First run the command without lab audit."
         return replace(failure, advice=advice)
-    error = found.error
-    known = replace(failure, cause=error.cause, cure=error.cure, known_error=error.name)
-    module = _MODULE.search(found.line.text)
+    cure = filled(error.cure, flags_of([]))
+    known = replace(failure, cause=error.cause, cure=cure, known_error=error.name)
+    module = _MODULE.search(told)
     if module is not None and error.name == "missing_package":
         package, _, _ = module[1].partition(".")
         return replace(known, cause="", advice=_about_module(package, run))
     script = next((word for word in run.command.words if word.endswith(".py")), "SCRIPT")
-    advice = found.advice(script=script, more=str((run.size or 2) + 1))
-    return replace(known, advice=advice)
+    words = words_of(error, told) | {"script": script, "more": str((run.size or 2) + 1)}
+    return replace(known, advice=filled(error.audit, words))
 
 
 def _about_module(name: str, run: AuditRun) -> str:

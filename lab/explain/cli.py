@@ -20,3 +20,4 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         metavar="LOG",
         help="files with the output of the ranks, ideally of all ranks; - is standard input",
     )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -1,93 +1,91 @@
-"""``lab explain``: the known errors of torch.distributed, Gloo, NCCL and this project in a log.
+"""``lab explain``: which failure of a run came first, and why.
 
-``known_errors`` reads the table (known_errors.toml), ``explain`` finds its errors in the lines of
-one or several logs, the likely cause first; output.py prints them. No torch is imported.
+``diagnose`` gives each episode of one or several logs (episodes.py) a role, finds the first, and
+only then looks in the table (known_errors.toml) for a cause and a cure of *that* message. Ordinary
+lines explain nothing while an exception does; a line after which the run went on explains nothing
+at all. output.py prints it. No torch is imported.
 """
 
 import re
+import signal
 import tomllib
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import zip_longest
+from itertools import chain, pairwise
 from pathlib import Path
 
-from common.errors import UserError, file_errors
-from common.utils.typed_json import without_colours
+from lab.explain.episodes import ROOT_CAUSE, Episode, KnownError, exits, tracebacks
+from lab.explain.streams import Log
 
-# In printed order: what began a failure, what followed, what other ranks print about it, and
+# Of the table's entries: what began a failure, what followed, what other ranks print about it, and
 # what is no error.
 KINDS = ("cause", "symptom", "echo", "note")
-OWN = "own_exception"
 _TABLE = Path(__file__).with_name("known_errors.toml")
-LONGEST_LINE = 4000
-_MOST_BYTES = 2**28
 _NEAR = 40  # lines, of a traceback
-SHOWN = 160  # characters of a line
-_PREFIX = (
-    r"^(?:\[?(?:rank|node )?\d+\]?[:|] ?)?\s*"  # of a launcher: "[rank1]: ", "node 2| ", "3: "
-)
+_MOST_OTHERS = 6
 # The beginning of this project's messages for the user
-OWN_MESSAGE = re.compile(_PREFIX + r"error(?: \(rank \d+\))?: ")
-_EXCEPTION = re.compile(
-    _PREFIX + r"(?!.*(?:ChildFailedError|DistBackendError|Caught \w+ in DataLoader worker"
-    r"|Process(?:Raised|Exited)Exception|KeyboardInterrupt|SystemExit))(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::|$)"
+_OWN_MESSAGE = re.compile(r"error(?: \(rank \d+\))?: ")
+_ERROR_LINE = (
+    r"^(?i:(?:\S{1,200} ){0,4}?\[?(?:error|fatal|critical|failed)\b\]?(?:[:\]( ]|$)|\[?[EF]\d{3,4} "
+    r"|\[E |.*NCCL WARN|\S{1,200}: (?:line \d+: |can't open|cannot )|terminate called|\s*what\(\)"
+    r"|Fatal Python|(?:\w{1,99}\.){0,12}\w{0,99}(?:Error|Exception)\b)"
 )
-_CHAINED = re.compile(
-    _PREFIX + "(?:The above exception was the direct cause of"
-    "|During handling of the above exception)"
+_BY_WORDS = {
+    "lifecycle": re.compile(r"KeyboardInterrupt|SystemExit|SignalException|GeneratorExit"),
+    "wrapper": re.compile(
+        r"ChildFailedError|Process(?:Raised|Exited)Exception|CalledProcessError|RemoteTraceback"
+        r"|Ray(?:Task|Actor)Error|TrainingFailedError|ExceptionGroup"
+        r"|Caught \w+ in (?:DataLoader|pin memory|replica)"
+    ),
+    "teardown": re.compile(
+        r"Exception ignored |atexit|_run_finalizers|_exit_function|_run_exitfuncs|_python_exit"
+        r"|\b__del__\b"
+    ),
+}
+# What a rank says because another one has ended or does not come
+_REACTION = re.compile(
+    r"(?i)connection (?:was )?(?:closed|reset|aborted|refused)|broken pipe|timed? ?out|got 0 bytes"
+    r"|socketimpl|remote process exit|pair closure|worker \(pid.{0,20}\) (?:exited|is killed)"
+    r"|communicator was aborted|heartbeat|RendezvousConnectionError|peer"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class KnownError:
-    """An entry of the table, whose head explains the fields."""
-
-    name: str
-    title: str
-    kind: str
-    cause: str
-    cure: str
-    patterns: Sequence[str] = ()
-    near: str = ""
-    after: str = ""
-    least: int = 1
-    hides: Sequence[str] = ()
-    alone: bool = False
-    audit: str = ""
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """A line of a log: its file, its number (from 1) and its text."""
-
-    file: str
-    number: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Found:
-    """A known error, the first line that shows it, and the number of lines that do."""
-
-    error: KnownError
-    line: LogLine
-    count: int
-
-    def advice(self, **words: str) -> str:
-        """Return what to change in the command of ``lab audit``.
-
-        words : what stands for <name> in the entry's text, for each name; the groups of the
-            pattern that matched the line come first.
-        """
-        for pattern in self.error.patterns:
-            if match := re.search(pattern, self.line.text):
-                matched = {name: word for name, word in match.groupdict().items() if word}
-                words = words | matched
-                break
-        return re.sub(
-            r"<(\w+)>", lambda name: words.get(name[1], name[1].upper()), self.error.audit
-        )
+_TIMED_OUT = re.compile(r"(?i)timed? ?out")
+# What a program is told to change, by the launcher at hand
+FLAGS = {
+    "lab": {
+        "port": "--master-port",
+        "address": "--master-ip",
+        "timeout": "--timeout",
+        "batch": "--batch-size",
+        "rate": "--learning-rate",
+        "gloo": "--backend gloo",
+        "debug": "--debug",
+    },
+    "torchrun": {
+        "port": "--master-port (with a c10d rendezvous: the port in --rdzv-endpoint)",
+        "address": "--master-addr (with a c10d rendezvous: --rdzv-endpoint)",
+    },
+    "": {
+        "port": "MASTER_PORT",
+        "address": "MASTER_ADDR",
+        "timeout": "timeout= of init_process_group",
+        "batch": "batch",
+        "rate": "lr= of the optimizer",
+        "gloo": 'init_process_group("gloo")',
+        "debug": "TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO",
+    },
+}
+_PROGRAMS = {
+    "lab": re.compile(r"Part(?:One|Two|Three)\b|[/\\]common[/\\](?:cli|experiment|distributed)\b"),
+    "torchrun": re.compile(r"torch[./]distributed[./](?:run|launch|elastic)|\btorchrun\b"),
+}
+_SEVERAL = re.compile(r"(?i)rank|torchrun|distributed|spawn|srun|mpi")
+_ROLES = {"cause": "initiator", "symptom": "reaction", "echo": "reaction", "note": "note"}
+_OF_SIGNALS: dict[int, str] = {
+    signal.SIGKILL: "killed",
+    signal.SIGABRT: "aborted",
+    signal.SIGTERM: "terminated",
+    signal.SIGINT: "terminal_closed",
+}
 
 
 @cache
@@ -97,123 +95,297 @@ def known_errors() -> list[KnownError]:
     return [KnownError(name, **entry) for name, entry in table.items()]
 
 
-def explain(lines: Sequence[LogLine]) -> list[Found]:
-    """Return the known errors in the lines, sorted by kind (see KINDS), then by line.
+@cache
+def _may_tell() -> re.Pattern[str]:
+    """Return what matches lines outside of tracebacks that are looked up.
 
-    An exception that the table does not know is added as ``own_exception``: as a cause if all that
-    is known follows from another failure, as a note if nothing is known. ``lines`` may join the
-    logs of several ranks.
+    Those are lines that look like an error, and what the patterns of the table match that begin
+    with ^ or are of notes.
     """
-    found, known_lines = _known(lines)
-    kinds = {known.error.kind for known in found}
-    own = _own_exceptions(lines, known_lines)
-    if own and kinds & {"symptom", "echo"} and "cause" not in kinds:
-        cause = "A rank raised it and ended; what the other ranks report follows from that."
-        found.append(Found(_own_error("cause", cause), own[0], len(own)))
-    elif own and kinds <= {"note"}:
-        cause = "The table does not know this error, so it is likely the program's own."
-        found.append(Found(_own_error("note", cause), own[0], len(own)))
-    explained = [known for known in found if not known.error.alone]
-    return sorted(
-        explained or found,
-        key=lambda known: (KINDS.index(known.error.kind), lines.index(known.line)),
-    )
-
-
-def _known(lines: Sequence[LogLine]) -> tuple[list[Found], set[LogLine]]:
-    """Return the table's errors in the lines, without hidden ones, and all lines that show any."""
-    text = "\n".join(line.text for line in lines)
-    shown = {}  # the lines of each error
-    hidden: set[str] = set()  # names of entries that another one explains
-    for error in known_errors():
-        # a search in the whole text is several times as fast as one in each line
-        occurs = any(re.search(pattern, text, re.MULTILINE) for pattern in error.patterns)
-        if occurs and (showing := _showing(error, lines)):
-            shown[error] = showing
-            hidden.update(error.hides)
-    found = [
-        Found(error, showing[0], len(showing))
-        for error, showing in shown.items()
-        if error.name not in hidden
+    patterns = [
+        pattern
+        for error in known_errors()
+        for pattern in error.patterns
+        if error.kind == "note" or re.match(r"\^(?!\(\?!)", pattern)
     ]
-    return found, {line for showing in shown.values() for line in showing}
+    return re.compile("|".join([_ERROR_LINE, *patterns]))
 
 
-def _own_exceptions(lines: Sequence[LogLine], known: Container[LogLine]) -> list[LogLine]:
-    """Return the lines that name an exception, except the known ones."""
-    own = []
-    for line, following in zip_longest(lines, lines[1:]):
-        if line in known or not _EXCEPTION.match(line.text):
+def _entry(name: str) -> KnownError:
+    return next(error for error in known_errors() if error.name == name)
+
+
+def filled(text: str, words: dict[str, str]) -> str:
+    """Return a text with each <name> replaced by its word, or by NAME."""
+    return re.sub(r"<(\w+)>", lambda name: words.get(name[1], name[1].upper()), text)
+
+
+def words_of(error: KnownError, message: str) -> dict[str, str]:
+    """Return what the named groups of the entry's patterns match in a message."""
+    for pattern in error.patterns:
+        if match := re.search(pattern, message):
+            return {name: word for name, word in match.groupdict().items() if word}
+    return {}
+
+
+def find_known(
+    message: str, *, around: Callable[[], str] = str, before: Callable[[], str] = str
+) -> KnownError | None:
+    """Return the table's entry of a message, None if it has none.
+
+    message : its first line counts most. around : the traceback and lines near it, which an
+    entry's ``near`` may ask for. before : what was printed so far, for ``after``.
+    """
+    first, _, _ = message.partition("\n")
+    matching = []
+    hidden: set[str] = set()
+    of_first: set[str] = set()
+    for error in known_errors():
+        if _matches(error, message, around, before):
+            matching.append(error)
+            hidden.update(error.hides)
+            of_first |= {error.name} if _matches(error, first, around, before) else set()
+
+    def order(error: KnownError) -> tuple[bool, bool, int]:
+        is_further = of_first.isdisjoint({error.name, *error.hides})
+        return error.name in hidden, is_further, KINDS.index(error.kind)
+
+    return min(matching, key=order, default=None)
+
+
+def _matches(
+    error: KnownError, message: str, around: Callable[[], str], before: Callable[[], str]
+) -> bool:
+    if not any(re.search(pattern, message, re.MULTILINE) for pattern in error.patterns):
+        return False
+    if error.near and not re.search(error.near, f"{message}\n{around()}", re.MULTILINE):
+        return False
+    return not error.after or re.search(error.after, before()) is not None
+
+
+def _known(episode: Episode) -> KnownError | None:
+    """Return the table's entry of an episode's own message."""
+    log = episode.log
+
+    def around() -> str:
+        near = range(max(0, episode.place - _NEAR), min(log.end, episode.place + _NEAR))
+        frames = [f'File "{one.file}", in {one.function}\n{one.source}' for one in episode.frames]
+        lines = filter(lambda line: line.stream == episode.line.stream, map(log.line, near))
+        return "\n".join([*frames, episode.heading, *(line.body for line in lines)])
+
+    def before() -> str:
+        return "\n".join(map(log.text, filter(episode.place.__ge__, log.telling)))
+
+    message = ": ".join(filter(None, (episode.type, episode.message)))
+    return find_known(message, around=around, before=before)
+
+
+# --- roles ---
+
+
+def diagnose(logs: Sequence[Log]) -> list[Episode]:
+    """Return what failed, the first failure first, then what followed, then notes.
+
+    Empty if nothing failed. ``logs`` may hold the output of several ranks.
+    """
+    raised = _by_time(chain.from_iterable(map(_raised, logs)))
+    lines = _by_time(chain.from_iterable(_lines(log, raised) for log in logs))
+    ended = _ended([*chain.from_iterable(map(exits, logs))], raised)
+    notes = {one.name: one for one in reversed(lines) if one.role == "note"}
+    found = _by_time([*raised, *lines, *ended])
+    first = min(found, key=_tier, default=None)
+    if first is None or _tier(first) == _NO_FAILURE:
+        return [*reversed(notes.values())]
+    if first in ended:
+        first = next((line for line in lines if _tells_more(line, first)), first)
+    _complete(first, found)
+    others = {one.said: one for one in reversed(raised) if one.role != "wrapper"}
+    others.pop(first.said, None)
+    return [first, *[*reversed(others.values())][:_MOST_OTHERS], *reversed(notes.values())]
+
+
+def _raised(log: Log) -> list[Episode]:
+    """Return the exceptions of a log with their roles; of a chain the first that is known."""
+    found = [_first_of(errors) for errors in tracebacks(log)]
+    _mark_handled(log, found)
+    return found
+
+
+def _mark_handled(log: Log, found: Sequence[Episode]) -> None:
+    """Mark the exceptions after which the run went on."""
+    begun = [one for one in found if one.role in ("initiator", "reaction")]
+    is_single = not _SEVERAL.search("\n".join(map(log.text, log.telling)))
+    for one in begun:
+        since = None if one.owner or is_single else one.begin
+        if log.goes_on(one.place, one.rank, since=since):
+            one.role = "handled"
+    for one, later in pairwise(begun if is_single else []):
+        if later.role == "initiator" and not (one.owner or one.heading):
+            one.role = "handled"  # by a process that has raised another one since
+
+
+def _first_of(errors: Sequence[Episode]) -> Episode:
+    """Return the first of a chain that the table knows, else the first."""
+    hidden: set[str] = set()
+    for one in errors:
+        one.known = _known(one)
+        hidden.update(one.known.hides if one.known else ())
+    explained = [one for one in errors if one.known and one.name not in hidden]
+    first = [*explained, *errors][0]
+    first.role = _role(first)
+    first.explanation = " / ".join(f"it led to: {one.said}" for one in errors[1:])
+    return first
+
+
+def _role(episode: Episode) -> str:
+    """Return what an exception is by itself; whether it was handled shows in the run."""
+    functions = " ".join(frame.function for frame in episode.frames)
+    for role, pattern in _BY_WORDS.items():
+        if pattern.search(f"{episode.heading} {functions} {episode.said}"):
+            return role
+    if episode.known is not None:
+        return _ROLES[episode.known.kind]
+    is_own = episode.raised_by == "the program" or not _REACTION.search(episode.said)
+    return "initiator" if is_own else "reaction"
+
+
+def _lines(log: Log, raised: Sequence[Episode]) -> list[Episode]:
+    """Return the lines outside of tracebacks that tell something, one of each shape."""
+    taken: set[int] = set()
+    for one in raised:
+        taken.update(range(one.begin, one.place + 1) if one.log is log else ())
+    found = []
+    for places in log.telling_shapes:
+        line = log.line(places[0])
+        if places[0] in taken or not _may_tell().search(line.body):
             continue
-        leads_to_another = following is not None and _CHAINED.match(following.text)
-        if not leads_to_another:  # a chain is one failure: only its last exception counts
-            own.append(line)
-    return own
+        episode = Episode(log, places[0], places[0], line.body.strip(), count=len(places))
+        episode.ranks = set() if line.rank is None else {line.rank}
+        episode.known = _known(episode)
+        if episode.known is not None:
+            episode.role = _ROLES[episode.known.kind]
+        elif not _OWN_MESSAGE.match(line.body):
+            continue
+        if episode.role != "note" and log.goes_on(places[-1]):
+            episode.role = "handled"
+        found.append(episode)
+    return found
 
 
-def _own_error(kind: str, cause: str) -> KnownError:
-    """Return the entry of an exception that the table does not have."""
-    return KnownError(
-        OWN,
-        "an exception of the program itself",
-        kind,
-        cause,
-        "Read the traceback above that line: look at its last frame in your own code.",
+def _ended(found: Sequence[Episode], raised: Sequence[Episode]) -> list[Episode]:
+    """Return the exits with what they mean, except those that an exception explains."""
+    by_role = {one.role: one for one in raised}
+    is_open = any(one.status == 1 for one in found)
+    if is_open and not by_role.keys() & {"initiator", "reaction"} and "handled" in by_role:
+        by_role["handled"].role = "initiator"  # it has ended a Python, since nothing else did
+    for end in found:
+        _tell_status(end)
+    reacting = [one.rank for one in raised if one.role == "reaction"]
+    return [end for end in found if end.status < 0 or end.rank not in reacting]
+
+
+def _tell_status(end: Episode) -> None:
+    """Add what an exit means, and how certain it is."""
+    by_torchrun = ROOT_CAUSE in end.message or "(exitcode: " in end.message
+    name = "torchrun_summary" if by_torchrun else "exited"
+    if end.status < 0:
+        name = _OF_SIGNALS.get(-end.status, "crashed")
+    end.known = _entry(name)
+    end.certainty = "certain" if by_torchrun else "likely"
+    end.reason = "the first end that a launcher or a shell reports"
+
+
+# --- which came first ---
+
+_NO_FAILURE = 6
+
+
+def _tier(one: Episode) -> int:
+    """Return how much an episode may be the first failure; of equal ones the earliest is."""
+    if one.role == "initiator" and not one.status:
+        return 0 if one.type else 1
+    if one.status:
+        # SIGTERM tells of a launcher that ends the others.
+        return 0 if one.status < 0 and one.status != -signal.SIGTERM else 2
+    return {"reaction": 3, "lifecycle": 4, "wrapper": 5}.get(one.role, _NO_FAILURE)
+
+
+def _by_time(found: Iterable[Episode]) -> list[Episode]:
+    """Return failures in the order of their times; in that of the logs if one has no time."""
+    ordered = sorted(found, key=lambda one: one.begin)
+    logs = [*dict.fromkeys(one.log for one in ordered)]
+    ordered.sort(key=lambda one: logs.index(one.log))
+    clocks = {id(one): one.log.clock(one.place) or "" for one in ordered if len(logs) > 1}
+    return (
+        sorted(ordered, key=lambda one: clocks.get(id(one), ""))
+        if all(clocks.values())
+        else ordered
     )
 
 
-def _showing(error: KnownError, lines: Sequence[LogLine]) -> list[LogLine]:
-    """Return the lines that show the error, where its conditions hold."""
-    patterns = [re.compile(pattern) for pattern in error.patterns]
-    begun = not error.after
-    places = []
-    for place, line in enumerate(lines):
-        begun = begun or re.search(error.after, line.text) is not None
-        if begun and any(pattern.search(line.text) for pattern in patterns):
-            places.append(place)
-    if error.near:
-        places = [place for place in places if _is_near(error.near, place, lines)]
-    if len(places) < error.least:
-        return []
-    return [lines[place] for place in places]
+def _tells_more(line: Episode, end: Episode) -> bool:
+    """Return whether a line came before an exit, or explains it."""
+    if line.role != "initiator":
+        return False
+    explains = line.known is not None and end.name in line.known.hides
+    return explains or line.begin < end.begin or end.status > 0
 
 
-def _is_near(pattern: str, place: int, lines: Sequence[LogLine]) -> bool:
-    """Return whether a line around ``place`` matches, in the same log."""
-    around = lines[max(0, place - _NEAR) : place + _NEAR + 1]
-    file = lines[place].file
-    return any(line.file == file and re.search(pattern, line.text) for line in around)
+def _complete(first: Episode, found: Sequence[Episode]) -> None:
+    """Add to the first failure how certain it is, its ranks, and where the others stood."""
+    reactions = [one for one in found if one.role == "reaction"]
+    ends = [one for one in found if one.status]
+    if first.role == "reaction":
+        _tell_where_ranks_stood(first, reactions)
+    elif first.type:
+        _count(first, found, ends)
+    elif not first.status:
+        first.reason = "a line outside of tracebacks; no exception tells more"
+        first.ranks = first.ranks.union(*(end.ranks for end in ends[:1]))
+    elif first.status > 0:
+        begin = min(one.begin for one in found)
+        words = first.log.last_words(begin, [one.rank for one in reactions])
+        first.explanation = " / ".join(["the last lines of others:", *words])
 
 
-def lines_of(text: str, *, file: str = "") -> list[LogLine]:
-    """Return the lines of a text with their numbers, without colours and blank ones."""
-    lines = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        plain = without_colours(line[:LONGEST_LINE])
-        if plain.strip():
-            lines.append(LogLine(file, number, plain))
-    return lines
+def _count(first: Episode, found: Sequence[Episode], ends: Sequence[Episode]) -> None:
+    """Add which exceptions say the same, and whether others began by themselves."""
+    began = [one for one in found if one.role == "initiator" and one.type]
+    same = [one for one in began if one.said == first.said]
+    first.count = len(same)
+    first.ranks = first.ranks.union(*(one.ranks for one in same))
+    first.reason = "the first of several exceptions"
+    if len(same) >= len(began):
+        first.reason = "no other exception began by itself"
+    elif any(end.ranks & first.ranks for end in ends):
+        first.reason += ", and the launcher names this rank"
+    first.certainty = "likely" if first.reason.endswith("exceptions") else "certain"
 
 
-def read_lines(source: str) -> list[LogLine]:
-    """Return the lines of a file, or of standard input for "-"; see ``lines_of``.
+def _tell_where_ranks_stood(first: Episode, reactions: Sequence[Episode]) -> None:
+    """Explain a failure that follows from another one by where each rank was when it did."""
+    first.certainty = "possible"
+    first.reason = "it follows from something else, and no line here tells of that"
+    stood: dict[str, str] = {}
+    for one in reactions:
+        if one.standing:
+            stood.setdefault(one.owner or "a rank", one.standing)
+    if len(set(stood.values())) > 1 and _TIMED_OUT.search(first.said):
+        first.known = _entry("mismatched_collectives")
+    words = first.log.last_words(first.begin, {one.rank for one in reactions} - {None})
+    places = [f"{owner} in {place}" for owner, place in sorted(stood.items())]
+    others = [f"the last lines of others: {' / '.join(words)}"] if words else []
+    first.explanation = "; ".join([*places, *others])
 
-    Raises UserError if the file cannot be read, or has more than ``_MOST_BYTES``.
-    """
-    is_input = source == "-"
-    opened = 0 if is_input else source
-    name = source.removeprefix("-")
-    with (
-        file_errors(
-            f"lab explain: {source} cannot be read",
-            ": give the file that holds the output of a rank, or - for standard input",
-        ),
-        open(opened, "rb", closefd=not is_input) as file,
-    ):
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise UserError(
-            f"lab explain: {source} has more than {_MOST_BYTES:,} bytes: give the part with the "
-            "first error, such as the first or the last 100 MB (head -c 100M, tail -c 100M)"
-        )
-    return lines_of(content.decode(errors="replace"), file=name)
+
+def flags_of(logs: Iterable[Log]) -> dict[str, str]:
+    """Return what the names in the cures stand for in the program that the logs are of."""
+    texts = [
+        log.text(place)
+        for log in logs
+        for place in [*range(min(log.end, _NEAR)), *log.telling[:_NEAR]]
+    ]
+    for name, pattern in _PROGRAMS.items():
+        if any(map(pattern.search, texts)):
+            return FLAGS[""] | FLAGS[name]
+    return FLAGS[""]

@@ -1,88 +1,138 @@
 """Print what ``lab explain`` finds."""
 
 import argparse
-import re
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
+from common.say import ranks_text
+from common.utils.processes import how_ended
 from common.utils.typed_json import calm
-from lab.explain.diagnosis import OWN_MESSAGE, SHOWN, Found, LogLine, explain, read_lines
+from lab.explain.diagnosis import diagnose, filled, flags_of
+from lab.explain.episodes import Episode
+from lab.explain.streams import Log, read_log
+
+NOTHING_FOUND = 3
+_SHOWN = 300  # characters of a line
+_FOLLOWED = {
+    "initiator": "also",
+    "reaction": "then",
+    "lifecycle": "then",
+    "teardown": "while it ended",
+    "handled": "earlier, but the run went on",
+}
 
 
 def main_explain(args: argparse.Namespace) -> int:
-    """Print the known errors in ``args.logs``, read as one log; return 0.
+    """Print what failed first in ``args.logs``, and why; return 0, or 3 if nothing is found.
 
     Raises UserError if a log cannot be read.
     """
-    lines: list[LogLine] = []
-    for source in args.logs:
-        lines += read_lines(source)
-    found = explain(lines)
-    kinds = {known.error.kind for known in found}
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    if kinds <= {"note"}:
-        console.print(_nothing_known(lines))
-    for number, known in enumerate(found, start=1):  # notes come last
-        heading = "noted: " if known.error.kind == "note" else f"{number}. "
-        _print(console, known, heading=heading, several=len(args.logs) > 1)
-    if "echo" in kinds and kinds <= {"echo", "note"}:
-        console.print(
-            "These are echoes: the first failure is in another rank's output. Give the outputs of "
-            "all ranks, e.g. lab explain rank*.txt"
-        )
-    return 0
+    logs = [read_log(source) for source in args.logs]
+    found = diagnose(logs)
+    flags = flags_of(logs)
+    failed = [one for one in found if one.role != "note"]
+    if args.json:
+        findings = [_as_json(one, flags) for one in found]
+        print(json.dumps({"format": 1, "what": "lab explain", "findings": findings}, indent=1))
+    else:
+        console = Console(highlight=False, soft_wrap=True, markup=False)
+        for text in _texts(logs, found, flags):
+            title, separator, rest = text.partition("\n")
+            console.print(Text.assemble((title, "bold"), separator, rest))
+    return 0 if failed else NOTHING_FOUND
 
 
-def _nothing_known(lines: Sequence[LogLine]) -> str:
-    """Return what to read or try when the table has no error of these lines."""
-    if not lines:
+def _as_json(one: Episode, flags: dict[str, str]) -> dict[str, object]:
+    """Return a finding as plain values."""
+    known = one.known
+    frame = one.own_frame
+    return {
+        "role": one.role,
+        "certainty": one.certainty,
+        "ranks": sorted(one.ranks),
+        "stream": one.line.stream,
+        "file": one.log.name,
+        "line": one.line.number,
+        "type": one.type,
+        "message": calm(one.message),
+        "status": one.status,
+        "at": frame and frame.place,
+        "source": frame and calm(frame.source),
+        "raised_by": one.raised_by,
+        "explanation": calm(one.explanation),
+        "known_error": known and known.name,
+        "cause": known and known.cause,
+        "cure": known and filled(known.cure, flags),
+    }
+
+
+def _texts(logs: Sequence[Log], found: Sequence[Episode], flags: dict[str, str]) -> Iterator[str]:
+    """Yield what to print: the first failure, what followed, notes."""
+    if not found or found[0].role == "note":
+        yield _nothing_found(logs)
+    for number, one in enumerate(found, start=1):
+        files = f"{one.log.name}:" if len(logs) > 1 else "line "
+        where = f"{files}{one.line.number}"
+        if one.count > 1:
+            where += f" and {one.count - 1} more"
+        if one.role == "note":
+            assert one.known is not None  # notes are of the table
+            yield f"noted: {one.known.title} ({where})\n   {one.known.cause}"
+        elif number > 1:
+            yield f"{number}. {_FOLLOWED[one.role]}: {_headline(one)} ({where})"
+        else:
+            yield "\n   ".join([f"1. {_headline(one)}", *_details(one, where, flags)])
+
+
+def _nothing_found(logs: Sequence[Log]) -> str:
+    """Return what to read or try when nothing in the logs tells of a failure."""
+    if not any(log.text(place).strip() for log in logs for place in range(log.end)):
         return (
             "The log is empty. A rank that printed nothing was killed or did not start: check how "
             "it was started."
         )
-    for line in lines:
-        if OWN_MESSAGE.match(line.text):
-            return (
-                f"No error of the table in {len(lines):,} lines, but a rank says itself what is "
-                f"wrong ({line.file}:{line.number}):\n   {line.text.strip()}"
-            )
+    lines = sum(log.end for log in logs)
     return (
-        f"No known error in {len(lines):,} lines. If the run failed: read the first traceback of "
-        "each rank, the earliest first; run again with --debug (TORCH_DISTRIBUTED_DEBUG=INFO, "
-        "NCCL_DEBUG=INFO); look for killed processes in `dmesg`; check the machine with "
-        "`lab doctor`."
+        f"Nothing found: no failure in {lines:,} lines. If the run did fail: give the outputs of "
+        "all ranks and of the launcher (standard error too), and look for killed processes in "
+        "`dmesg`; `lab doctor` checks the machine."
     )
 
 
-def _print(console: Console, found: Found, *, heading: str, several: bool) -> None:
-    """Print an error with its line, cause and cure. several : whether there are several logs."""
-    error = found.error
-    line = found.line
-    title = Text.assemble(heading, (error.title, "bold"))
-    if error.kind not in ("cause", "note"):
-        title.append(f"  ({error.kind})")
-    where = f"{line.file}:{line.number}" if several else f"line {line.number}"
-    shown = f"   {where}: {_excerpt(calm(line.text.strip()), error.patterns)}"
-    if found.count > 1:
-        shown += f" (and {found.count - 1} more)"
-    console.print(title)
-    console.print(Text(shown, style="dim"))
-    console.print(Text(f"   cause: {error.cause}\n   cure:  {error.cure}"))
+def _headline(one: Episode) -> str:
+    """Return who failed and how, in one line."""
+    who = ranks_text(sorted(one.ranks)) if one.ranks else one.line.stream
+    if one.role == "reaction" and one.explanation:
+        return f"only consequences are here: {_shortened(one.explanation)}"
+    if one.status:
+        return f"{who or 'a process'} {how_ended(one.status)}"
+    if one.type:
+        return f"{who or 'the program'} raised {_shortened(one.said)}"
+    return f"{who}: {_shortened(one.said)}" if who else _shortened(one.said)
 
 
-def _excerpt(text: str, patterns: Sequence[str]) -> str:
-    """Return of a long line the part that shows the error."""
-    end = 0
-    for pattern in patterns:
-        if match := re.search(pattern, text):
-            end = max(end, match.end())
-    begin = max(0, end - SHOWN)
-    excerpt = text[begin : begin + SHOWN]
-    if begin > 0:
-        excerpt = f"…{excerpt}"
-    if begin + SHOWN < len(text):
-        whole_words, _, _ = excerpt.rpartition(" ")
-        excerpt = f"{whole_words or excerpt} …"
-    return excerpt
+def _shortened(text: str) -> str:
+    """Return a text that is safe to print, and of a long one whole words of its begin."""
+    plain = calm(text)
+    if len(plain) <= _SHOWN:
+        return plain
+    words, _, _ = plain[:_SHOWN].rpartition(" ")
+    return f"{words or plain[:_SHOWN]} …"
+
+
+def _details(one: Episode, where: str, flags: dict[str, str]) -> Iterator[str]:
+    """Yield the line of the first failure, the program's line, how sure it is, cause and cure."""
+    yield f"{where}: {_shortened(one.line.text.strip())}"
+    if frame := one.own_frame:
+        yield f"at {frame.place}: {_shortened(frame.source)}"
+    if one.raised_by:
+        yield f"raised by {one.raised_by}"
+    if one.explanation and one.role != "reaction":
+        yield _shortened(one.explanation)
+    yield f"{one.certainty}: {one.reason}"
+    if known := one.known:
+        yield f"cause ({known.certainty}): {known.title}. {known.cause}"
+        yield f"cure:  {filled(known.cure, flags)}"

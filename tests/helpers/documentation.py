@@ -19,9 +19,7 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PREDICTED = re.compile(
     r"^```bash\n(lab predict [^\n]+)\n```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-_KNOWN_ERRORS = re.compile(
-    r"(?<=^\| error \| cause \| what to do \|\n\| -- \| -- \| -- \|\n)(\|.*\n)+", re.MULTILINE
-)
+_KNOWN_ERRORS = re.compile(r"(?<=^\| kind \| errors \|\n\| -- \| -- \|\n)(\|.*\n)+", re.MULTILINE)
 _FINDINGS = re.compile(
     r"(?<=^\| finding \| severity \| an edit that makes it \| scripts \| not told from \|\n"
     r"\| -- \| -- \| -- \| -- \| -- \|\n)(\|.*\n)*",
@@ -140,8 +138,8 @@ def with_copies(text):
     """Return a page with today's known errors, findings and outputs of `lab predict`."""
     from lab.explain.diagnosis import KINDS, known_errors
 
-    errors = sorted(known_errors(), key=lambda one: list(KINDS).index(one.kind))
-    rows = "".join(f"| {one.title} | {one.cause} | {one.cure} |\n" for one in errors)
+    titles = {kind: [one.title for one in known_errors() if one.kind == kind] for kind in KINDS}
+    rows = "".join(f"| {kind} | {'; '.join(names)} |\n" for kind, names in titles.items())
     text = _KNOWN_ERRORS.sub(lambda _: rows, text)
     text = _FINDINGS.sub(lambda _: findings_table(), text)
     text = _SIDES.sub(sides, text)

@@ -90,7 +90,7 @@ CHECKS = {
     r"benchmarks/whatif\.py": Elsewhere("needs Chromium and a quiet machine"),
     # 1 if something else holds the port
     "lab doctor": slow(prints="scikit-learn(.|\n)*ready", statuses=(0, 1)),
-    "lab explain": quick(prints=r"1\. (.|\n)*cause:"),
+    "lab explain": quick(prints=r"1\. (.|\n)*cause \("),
     "wrong_divisor": slow(
         prints=r"Wrong: gradients are divided by a constant(.|\n)*Speed", statuses=(1,)
     ),

@@ -23,7 +23,8 @@ import pytest
 
 from common.config import parser as config_parser
 from common.utils import environment
-from lab.explain.diagnosis import LONGEST_LINE, known_errors
+from lab.explain.diagnosis import known_errors
+from lab.explain.streams import LONGEST_LINE
 from lab.grade import rubric
 from lab.ssh import hosts
 from tests.helpers import ROOT

@@ -60,6 +60,7 @@ class CallRecorder:
         self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self._summed: Any = WeakIdKeyDictionary()
+        self._summed_numbers = itertools.count()
         self._open: dict[int, tuple[Any, Any]] = {}
         # The functions are replaced wherever torch.distributed holds them.
         calls = {}  # by original
@@ -175,7 +176,7 @@ class CallRecorder:
         tensor = message[0]
         if tensor.numel() > _FEW or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return {}
-        number = self._summed.setdefault(tensor, len(self._summed))
+        number = self._summed.setdefault(tensor, next(self._summed_numbers))
         return {"tensor": number, "values": list(join([dense(tensor)]))}
 
     def _pass_under_way(self) -> str | None:

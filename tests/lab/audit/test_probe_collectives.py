@@ -5,11 +5,11 @@ import re
 from lab.audit import runner
 from lab.audit.findings.collectives import check
 from lab.audit.findings.finding import Finding
-from lab.audit.records import CodeLine, CollectiveCall, DdpBuilt, Done, Stands
+from lab.audit.records import CodeLine, CollectiveCall, DdpBuilt, Done, Loaded, Saved, Stands
 from tests.helpers.audited import run_script
 
 JOIN = """
-import inspect, os, sys, time
+import inspect, io, os, sys, time
 import torch, torch.distributed as dist
 from torch.distributed import all_reduce
 
@@ -35,6 +35,19 @@ dist.reduce(loss, dst=1, op=dist.ReduceOp.MAX, group=pair)
 dist.barrier()
 assert "async_op" in inspect.signature(all_reduce).parameters
 assert dist.all_reduce is dist.distributed_c10d.all_reduce is all_reduce
+dist.destroy_process_group()
+"""
+METRICS_AND_FILES = """
+kept = torch.zeros(2)
+for number in range(3):
+    dist.all_reduce(kept.add_(rank + number))
+    dist.all_reduce(torch.tensor([number + 0.5]))
+dist.all_reduce(torch.zeros(17))
+dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
+torch.save(kept, f"{rank}.pt")
+torch.save(kept, io.BytesIO())
+with open(f"{rank}.pt", "rb") as file:
+    torch.load(file)
 dist.destroy_process_group()
 """
 DDP_AND_BARRIER = """
@@ -75,6 +88,20 @@ def test_calls(tmp_path):
     assert calls[2].at == CodeLine("main.py", 12, "all_reduce(model.weight.grad)")
     waits = [one for one in recording.ranks[0].of(Done) if one.wait_seconds is not None]
     assert [one.call_number for one in waits] == [4, 6]
+
+
+def test_metrics_and_files(tmp_path):
+    for rank in run(tmp_path, METRICS_AND_FILES).recording.ranks:
+        calls = rank.of(CollectiveCall)[1:]
+        kept, others, (many, maximum) = calls[0:6:2], calls[1:6:2], calls[6:]
+        by_rank = [[0.0, 2.0, 7.0], [1.0, 3.0, 8.0]][rank.rank]
+        assert [call.values for call in kept] == [[value] * 2 for value in by_rank]
+        assert [call.values for call in others] == [[0.5], [1.5], [2.5]]
+        assert len({call.tensor for call in kept}) == 1
+        assert len({call.tensor for call in calls[:6]}) == 4  # an address may be used again
+        assert many.values is maximum.values is None
+        (saved,), (loaded,) = rank.of(Saved), rank.of(Loaded)
+        assert saved.path == loaded.path == str((tmp_path / f"{rank.rank}.pt").resolve())
 
 
 def test_ranks_that_wait_in_vain(tmp_path, monkeypatch):
