@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from common.say import count, listed
 from lab.audit.findings.finding import Finding, found
 from lab.audit.findings.weights import Replicas
-from lab.audit.findings.where import first_line, lasting_optimizers
+from lab.audit.findings.where import lasting_optimizers
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import DdpBuilt, DdpMissed, Error
-from lab.explain.diagnosis import explain, lines_of
+from lab.explain.diagnosis import find_known
 
 # By the name of a known error that only a mistake with DDP causes: the finding.
 _ERRORS = {"unused_parameters": "unused-parameters", "ready_twice": "ready-twice"}
@@ -27,11 +27,10 @@ def check(recording: Recording) -> Iterator[Finding]:
 def _complaint(rank: RankRecords, error: Error) -> Iterator[Finding]:
     """Yield the finding of an error that DDP raised, with the parameters that it waits for."""
     names = rank.of(DdpMissed)[-1].unused if rank.of(DdpMissed) else []
-    for known in explain(lines_of(error.message)):
-        if error.after_cut or known.error.name not in _ERRORS:
-            continue
+    known = find_known(error.message, around=str, before=str)
+    if known is not None and known.name in _ERRORS and not error.after_cut:
         yield found(
-            _ERRORS[known.error.name],
+            _ERRORS[known.name],
             error.at,
             kind="named" if names else "told",
             rank=rank.rank,
@@ -54,7 +53,7 @@ def _not_averaged(recording: Recording, missed: DdpMissed) -> Iterator[Finding]:
         if any((got[step] != got[step][0]).any() for step in got.keys() - range(missed.step)):
             yield found(
                 "ddp-misses-parameters",
-                first_line([missed.at, *(one.at for one in recording.of(DdpBuilt))]),
+                missed.at or recording.of(DdpBuilt)[0].at,
                 kind="converted" if missed.converted else "late",
                 step=missed.step,
                 count=count(len(names), "parameter"),

@@ -26,7 +26,6 @@ from lab.audit.findings.where import (
     exchanges,
     first_line,
     groups,
-    in_step,
     lasting_optimizers,
     never_synced,
     recording_exchanges,
@@ -355,10 +354,9 @@ def _rows(seen: _Seen) -> Outcome:
 
 def _bypassed(seen: _Seen) -> Finding:
     """Return that the bad steps' forwards bypass DDP, which may be built again and again."""
-    first = in_step(seen.recording.of(Backward), seen.bad[0].step)
     return seen.found(
         "ddp-bypassed",
-        first_line(backward.at for backward in first),
+        backward_line(seen.recording),
         kind="always" if len(seen.bad) == len(seen.updates) else "some",
         built=count(len(seen.recording.ranks[0].of(DdpBuilt)), "time"),
     )
@@ -515,9 +513,9 @@ def _scaled_in_loss(seen: _Seen) -> Finding | None:
     if near(losses.weight, 1):
         return None
     micro_batches = first.records[0].micro or 1
-    weights = {losses.weight, losses.weight / micro_batches}
+    times_ranks = losses.weight * first.size
     name = None
-    if any(near(weight * first.size, 1) for weight in weights):
+    if near(times_ranks, 1) or near(times_ranks / micro_batches, 1):
         name = "scaled-in-loss"
     elif micro_batches == 1 and near(losses.weight, first.size):
         name = "multiplied-in-loss"

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from common.say import count, listed
 from lab.audit.findings.finding import Finding, found
 from lab.audit.findings.one_model import exchanged_numbers
-from lab.audit.findings.where import first_line
 from lab.audit.recording import Recording
 from lab.audit.records import Parameters, Unapplied
 
@@ -31,5 +30,5 @@ def check(recording: Recording) -> Iterator[Finding]:
             names=listed(first.names, most=4),
             share=first.numbers / first.every,
             steps=first.steps,
-            optimizer=first_line(one.at for one in recording.of(Parameters)) or "unknown",
+            optimizer=recording.of(Parameters)[0].at or "unknown",
         )

@@ -101,10 +101,12 @@ class OwnSum:
 
     def see_unapplied(self, parameter: Tensor) -> None:
         """See at the end of a step whether it has left a gradient unused."""
-        left = None if parameter.grad is None else self.samples
-        if left is not None and not self.applied and left.any():
-            self.first = take(parameter) if self.first is None else self.first
-            self.unapplied += 1
+        left = self.samples
+        if self.applied or left is None or parameter.grad is None or not left.any():
+            return
+        if self.first is None:
+            self.first = take(parameter)
+        self.unapplied += 1
 
     def is_unapplied(self, parameter: Tensor) -> bool:
         """Return whether no step has used the gradients, and the parameter is as it was."""
@@ -258,13 +260,14 @@ class GradientWatch:
         sums = {name: self.known.get(tensor, OwnSum()) for name, tensor in model.items()}
         left = [name for name, own in sums.items() if own.is_unapplied(model[name])]
         if left and any(own.applied for own in sums.values()):
+            tensors = [model[name] for name in left]
             self._probe.record(
                 "unapplied",
                 names=left,
                 steps=min(sums[name].unapplied for name in left),
-                numbers=_numel(model[name] for name in left),
+                numbers=_numel(tensors),
                 every=_numel(model.values()),
-                at=self._model_line(model[name] for name in left),
+                at=self._model_line(tensors),
             )
 
     def _is_sampled(self, watched: WatchedOptimizer) -> bool:
@@ -527,7 +530,7 @@ def _is_torchs(step: Any) -> bool:
 
 
 def _numel(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
+    return sum(map(Tensor.numel, tensors))
 
 
 def _zeros(parameter: Tensor) -> Tensor:

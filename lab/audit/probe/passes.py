@@ -12,7 +12,7 @@ import functools
 import importlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,10 +191,10 @@ class PassWatch:
             at=self._probe.place(),
         )
 
-    def models(self) -> list[dict[str, Tensor]]:
-        """Return the parameters of each model that was called, by name."""
-        roots = list(self._roots)
-        return [{_plain_name(name): one for name, one in root.named_parameters()} for root in roots]
+    def models(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the parameters of each model that was called, by name."""
+        for root in list(self._roots):
+            yield {_plain_name(name): one for name, one in root.named_parameters()}
 
     def names(self) -> dict[int, str]:
         """Return the names of all parameters of the models that were called, by id."""
@@ -248,9 +248,9 @@ class PassWatch:
             at=self._probe.place(),
         )
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
-        self._averaged[ddp] = WeakTensorKeyDictionary(
-            {parameter: _accumulator(parameter) for parameter in trained}
-        )
+        self._averaged[ddp] = nodes = WeakTensorKeyDictionary()
+        for parameter in trained:
+            nodes[parameter] = _accumulator(parameter)
 
     def convert(self, original: Any, module: Module, *args: Any, **kwargs: Any) -> Any:
         """Note the line that converts a module, which may give its parameters new nodes."""
