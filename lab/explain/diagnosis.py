@@ -9,11 +9,13 @@ at all. output.py prints it. No torch is imported.
 import re
 import signal
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 
+from common.say import ranks_text
 from lab.explain.episodes import ROOT_CAUSE, Episode, KnownError, exits, tracebacks
 from lab.explain.streams import Log
 
@@ -325,10 +327,9 @@ def _by_time(found: Iterable[Episode]) -> list[Episode]:
 
 def _tells_more(line: Episode, end: Episode) -> bool:
     """Return whether a line came before an exit, or explains it."""
-    if line.role != "initiator":
-        return False
-    explains = line.known is not None and end.name in line.known.hides
-    return explains or line.begin < end.begin or end.status > 0
+    if line.known is not None and end.name in line.known.hides and line.role != "handled":
+        return True
+    return line.role == "initiator" and (line.begin < end.begin or end.status > 0)
 
 
 def _complete(first: Episode, found: Sequence[Episode]) -> None:
@@ -341,11 +342,13 @@ def _complete(first: Episode, found: Sequence[Episode]) -> None:
         _count(first, found, ends)
     elif not first.status:
         first.reason = "a line outside of tracebacks; no exception tells more"
-        first.ranks = first.ranks.union(*(end.ranks for end in ends[:1]))
+        if ends and ends[0].certainty == "certain":
+            first.ranks |= ends[0].ranks
     elif first.status > 0:
         begin = min(one.begin for one in found)
         words = first.log.last_words(begin, [one.rank for one in reactions])
-        first.explanation = " / ".join(["the last lines of others:", *words])
+        if words:
+            first.explanation = f"the last lines of others: {' / '.join(words)}"
 
 
 def _count(first: Episode, found: Sequence[Episode], ends: Sequence[Episode]) -> None:
@@ -365,17 +368,21 @@ def _count(first: Episode, found: Sequence[Episode], ends: Sequence[Episode]) ->
 def _tell_where_ranks_stood(first: Episode, reactions: Sequence[Episode]) -> None:
     """Explain a failure that follows from another one by where each rank was when it did."""
     first.certainty = "possible"
-    first.reason = "it follows from something else, and no line here tells of that"
-    stood: dict[str, str] = {}
+    first.reason = "it follows from something else, and no error here tells of that"
+    stood: dict[str, set[int]] = defaultdict(set)
     for one in reactions:
         if one.standing:
-            stood.setdefault(one.owner or "a rank", one.standing)
-    if len(set(stood.values())) > 1 and _TIMED_OUT.search(first.said):
+            stood[one.standing] |= one.ranks
+    if first.frames and len(stood) > 1 and _TIMED_OUT.search(first.said):
         first.known = _entry("mismatched_collectives")
     words = first.log.last_words(first.begin, {one.rank for one in reactions} - {None})
-    places = [f"{owner} in {place}" for owner, place in sorted(stood.items())]
-    others = [f"the last lines of others: {' / '.join(words)}"] if words else []
-    first.explanation = "; ".join([*places, *others])
+    if words and len(stood) < 2:
+        first.reason += f"; the last lines of others: {' / '.join(words)}"
+    places = [
+        f"{ranks_text(sorted(ranks)) if ranks else 'a rank'} in {place}"
+        for place, ranks in stood.items()
+    ]
+    first.explanation = "; ".join(places)
 
 
 def flags_of(logs: Iterable[Log]) -> dict[str, str]:

@@ -14,9 +14,8 @@ from itertools import chain
 from lab.explain.streams import Log, LogLine
 
 _MOST_LINES = 4000  # of a traceback, with the lines of other streams between
-_MOST_STRANGE = 200  # lines in a traceback that are not of it
 _MOST_MESSAGE = 16  # lines
-_MOST_SEARCHED = 300  # lines, for the rest of a message
+_NEAR = 300  # lines, within which a traceback or a message goes on
 _MOST_EPISODES = 1000
 _HEADER = re.compile(r"Traceback \(most recent call last\)")
 _FRAME = re.compile(
@@ -55,6 +54,7 @@ _LIBRARY = re.compile(
     r"|^torch[/\\]|[/\\](?:bin|scripts)[/\\](?:torchrun|accelerate|deepspeed|horovodrun)"
 )
 _PACKAGE = re.compile(r"(?:^|(?:site|dist)-packages[/\\])(\w+)")
+_WORK = re.compile(r"SeqNum=(\d{1,18}), OpType=(\w{1,40})")  # of NCCL's watchdog
 _OUTER = ("wrapper", "inner", "<module>")
 # --- exits, in the words of launchers, shells and schedulers ---
 OWN = "own_exception"
@@ -70,6 +70,7 @@ _SIGNALS = {
     "terminated": signal.SIGTERM,
     "floating point exception": signal.SIGFPE,
 } | {one.name.lower(): one for one in signal.Signals}
+_WINDOWS = {0xC0000005: signal.SIGSEGV, 0xC0000409: signal.SIGABRT, 0xC000013A: signal.SIGINT}
 _WORD = f"(?P<name>(?i:{'|'.join(name for name in _SIGNALS if not name.startswith('sig'))}))"
 _EXITS = [
     re.compile(f"(?:{pattern})", re.DOTALL)
@@ -214,6 +215,8 @@ class Episode:
     def standing(self) -> str:
         """In which call and line of the program it happened, "" if no frame tells."""
         frame = self.own_frame
+        if work := _WORK.search(self.message):
+            return f"{work[2]} with SeqNum {work[1]}"
         if frame is None:
             return ""
         call = ""
@@ -272,7 +275,7 @@ def _read_traceback(log: Log, begin: int, taken: set[int]) -> Iterator[Episode]:
             unfinished -= 1
             if unfinished <= 0:
                 return
-        elif place > last + _MOST_STRANGE:
+        elif place > last + _NEAR:
             return
         else:
             continue
@@ -301,7 +304,7 @@ def _exception(episode: Episode, text: str, taken: set[int]) -> Episode:
     is_long = _LONG_MESSAGES.search(episode.type) is not None
     ended = False
     taken.add(episode.place)
-    for place, line in [*log.stream_from(episode.place, _MOST_SEARCHED)][1:]:
+    for place, line in [*log.stream_from(episode.place, _NEAR)][1:]:
         body = line.body.strip()
         belongs = is_long or line.indent > 0 or not texts[-1]
         episode.is_chained = _CHAINED.match(body) is not None
@@ -366,5 +369,7 @@ def _status(groups: dict[str, str | None]) -> int:
     if name := groups.get("name"):
         return -_SIGNALS.get(name.lower(), 0)
     code = int(groups.get("code") or 0)
+    if code in _WINDOWS:
+        return -_WINDOWS[code]
     number = int(groups.get("number") or code - 128)
     return -number if 0 < number < 65 else code

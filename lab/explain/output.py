@@ -52,6 +52,7 @@ def _as_json(one: Episode, flags: dict[str, str]) -> dict[str, object]:
     return {
         "role": one.role,
         "certainty": one.certainty,
+        "reason": calm(one.reason),
         "ranks": sorted(one.ranks),
         "stream": one.line.stream,
         "file": one.log.name,
@@ -127,12 +128,12 @@ def _details(one: Episode, where: str, flags: dict[str, str]) -> Iterator[str]:
     """Yield the line of the first failure, the program's line, how sure it is, cause and cure."""
     yield f"{where}: {_shortened(one.line.text.strip())}"
     if frame := one.own_frame:
-        yield f"at {frame.place}: {_shortened(frame.source)}"
-    if one.raised_by:
+        yield f"at {frame.place}: {_shortened(frame.source)}".removesuffix(": ")
+    if one.raised_by and one.role != "lifecycle":
         yield f"raised by {one.raised_by}"
     if one.explanation and one.role != "reaction":
         yield _shortened(one.explanation)
-    yield f"{one.certainty}: {one.reason}"
+    yield f"{one.certainty}: {calm(one.reason)}"
     if known := one.known:
         yield f"cause ({known.certainty}): {known.title}. {known.cause}"
         yield f"cure:  {filled(known.cure, flags)}"

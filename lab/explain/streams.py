@@ -30,7 +30,7 @@ _TELLING = re.compile(
     rb"|exit ?code|exited|exit status|return code|out of memory|oom|warn|cancelled|usage: |quota"
     rb"|evicted|not enough|verification|\.py\", line |keyboardinterrupt|interrupted|what\(\)"
     rb"|setting omp_num|deprecated|waiting in store|was not called|perform barrier|strides do not"
-    rb"|insufficient|bus error|illegal|no module named|back-?off|imagepull|as root"
+    rb"|insufficient|bus error|illegal|no module named|back-?off|imagepull|as root|loss is"
     rb"|not recognized|duplicate gpu|nccl\w{0,20}(?: warn|error|usage)|key\(s\)"
 )
 # The first line of a traceback, a frame, or an exception
@@ -46,7 +46,7 @@ _PART = re.compile(
     |\[[Rr]ank[ :_]?(?P<rank>\d{1,6})\]:?\ ?
     |\[[\w.@-]{0,80},(?:mpirank:)?(?P<task>\d{1,6})(?:,[\w.-]{1,80})?\]<std\w{3,4}>:
     |\[(?:[a-z]\w{0,30}?)?(?P<local>\d{1,6})\](?:<std\w{3}>:|:|\ )
-    |(?P<step>\d{1,6}):(?:\ |$)
+    |\ {0,4}(?P<step>\d{1,6}):(?:\ |$)
     |(?P<name>\[pod/[^\]\s]{1,200}\]\ ?
         |[\w.-]{1,80}\ {1,40}\|(?:\ |$)
         |\(\w[\w.]{0,60}\ pid=\d{1,9}[^)]{0,80}\)\ ?
