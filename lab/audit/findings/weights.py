@@ -60,13 +60,11 @@ def check(recording: Recording) -> Iterator[Outcome]:
     for family in lasting_optimizers(recording):
         of_family = [Replicas(recording, number) for number in family]
         replicas += of_family
-        first = of_family[0]
-        if 0 in first.weights and first.spread(0).max(initial=0.0) > START:
-            different_starts.append(first)
+        if _starts_apart(of_family[0]):
+            different_starts.append(of_family[0])
     exchanged = recording_exchanges(recording)
     if exchanged:
-        for several in different_starts:
-            yield _loaded(recording, 0) or _different_start(several)
+        yield from map(_different_start, different_starts)
     settings = [*_different_settings(replicas)]
     yield from settings
     if not any(several.weights for several in replicas):
@@ -225,10 +223,14 @@ def _as_named(parameters: Iterable[Parameter]) -> list[tuple[str, str, list[int]
     return [(row.key, row.name, row.shape) for row in parameters]
 
 
+def _starts_apart(replicas: Replicas) -> bool:
+    return 0 in replicas.weights and replicas.spread(0).max(initial=0.0) > START
+
+
 def _different_start(replicas: Replicas) -> Finding:
     spread = replicas.spread(0)
     names = [replicas.names[index] for index in np.argsort(-spread) if spread[index] > START]
-    return found(
+    return _loaded(replicas.recording, 0) or found(
         "different-start",
         replicas.model_line or replicas.optimizer_line,
         different=len(names),
