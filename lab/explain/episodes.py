@@ -16,7 +16,6 @@ from lab.explain.streams import Log, LogLine
 _MOST_LINES = 4000  # of a traceback, with the lines of other streams between
 _MOST_MESSAGE = 16  # lines
 _NEAR = 300  # lines, within which a traceback or a message goes on
-_MOST_EPISODES = 1000
 _HEADER = re.compile(r"Traceback \(most recent call last\)")
 _FRAME = re.compile(
     r'(?P<indent>\s*)(?:File "(?P<file>[^"]{1,500})", line (?P<line>\d{1,9})(?:, in (?P<name>.*))?'
@@ -235,7 +234,7 @@ def tracebacks(log: Log) -> list[list[Episode]]:
     taken: set[int] = set()
     for place in log.raising:
         begins = _BEGINS.search(log.line(place).body)
-        if not begins or place in taken or len(chains) > _MOST_EPISODES:
+        if not begins or place in taken:
             continue
         for episode in _read_traceback(log, place, taken):
             errors = latest.get(episode.line.stream, [])

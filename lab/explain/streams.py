@@ -3,7 +3,7 @@
 ``read_log`` reads a file as a ``Log``. Its ``line`` splits a line into the label that launchers put
 before it and the body. Lines that differ in digits alone have one shape, so a long log is cheap:
 ``telling`` has the first place of each shape that may say something about a failure, ``raising``
-all places that an exception's text may begin at.
+the places that an exception's text may begin at.
 """
 
 import re
@@ -18,6 +18,7 @@ from common.utils.typed_json import without_colours
 LONGEST_LINE = 4000
 _MOST_BYTES = 2**28
 _MOST_TELLING = 3000  # shapes of lines that are looked at
+_MOST_RAISING = 2000  # places of exceptions, at the begin and at the end
 _MOST_SHAPES = 40  # of lines that a run repeats, and of the lines of one of them
 _MOST_LAST = 500  # lines to look for the last words of a run
 _MOST_WORDS = 2
@@ -113,6 +114,7 @@ class Log:
             if len(self.telling_shapes) < _MOST_TELLING and _TELLING.search(shape.lower()):
                 self.telling_shapes.append(places)
         self.raising.sort()
+        del self.raising[_MOST_RAISING:-_MOST_RAISING]
         self.telling = [places[0] for places in self.telling_shapes]
         rank = _RANK_OF_FILE.search(name)
         self._rank = int(rank[1] or rank[2]) if rank else None

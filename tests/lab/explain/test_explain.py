@@ -208,6 +208,13 @@ def test_the_first_failure_comes_first_in_any_order_of_ranks_and_from_several_fi
     assert "possible: it follows" not in both
 
 
+def test_the_last_of_very_many_exceptions_is_read():
+    handled = TRACEBACK.format(code="send()", error="ConnectionError: no answer")
+    steps = "".join(f"epoch 0 step {step} loss 2\n{handled}" for step in range(2500))
+    last = TRACEBACK.format(code='cfg["lr"]', error="KeyError: 'lr'")
+    assert failures(f"{steps}{last}")[0].type == "KeyError"
+
+
 def test_a_log_that_goes_on_after_an_exception_makes_it_less_certain():
     error = TRACEBACK.format(
         code="import apex", error="ModuleNotFoundError: No module named 'apex'"
