@@ -30,8 +30,9 @@ _TELLING = re.compile(
     rb"|exit ?code|exited|exit status|return code|out of memory|oom|warn|cancelled|usage: |quota"
     rb"|evicted|not enough|verification|\.py\", line |keyboardinterrupt|interrupted|what\(\)"
     rb"|setting omp_num|deprecated|waiting in store|was not called|perform barrier|strides do not"
-    rb"|insufficient|bus error|illegal|no module named|back-?off|imagepull|as root|loss is"
-    rb"|not recognized|duplicate gpu|nccl\w{0,20}(?: warn|error|usage)|key\(s\)"
+    rb"|insufficient|bus error|illegal|no module named|back-?off|imagepull|as root"
+    rb"|loss is|step creation|nvrm|not recognized|duplicate gpu"
+    rb"|nccl\w{0,20}(?: warn|error|usage)|key\(s\)"
 )
 # The first line of a traceback, a frame, or an exception
 _RAISING = re.compile(

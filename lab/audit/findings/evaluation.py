@@ -46,19 +46,27 @@ def _judge(
     if seen.left:
         return None
     data = {same_data(loaders[0], other) for other in loaders[1:]}
-    if not seen.whole or (seen.repeats and None in data):
+    own_data = False in data
+    known = _disjoint(loaders) if own_data else None not in data or not seen.repeats
+    if not (seen.whole and known):
         return Unknown("evaluation", "which samples several ranks evaluate is not known")
-    all_alike = len(set(map(frozenset, seen.shares))) == 1
-    if all_alike and False not in data:
+    if not own_data and len(set(map(frozenset, seen.shares))) == 1:
         return Right("evaluation", "every rank evaluates the same samples")
     calls = list(map(_combining, loaders, epochs))
     if not all(calls):
         return _own_share(recording, len(seen.shares[0]))
-    if not seen.repeats or False in data:
+    if not seen.repeats or own_data:
         return Right("evaluation", "one rank evaluates each sample, and numbers are combined")
     return _padded(
         loaders[0].facts.line, calls, draws=seen.counts.total(), different=len(seen.counts)
     )
+
+
+def _disjoint(loaders: Sequence[TrainingLoader]) -> bool:
+    """Return whether the ranks get samples of other content, as all of them tell."""
+    contents = [set(loader.drawn.values()) for loader in loaders]
+    every = set().union(*contents)
+    return None not in every and len(every) == sum(map(len, contents))
 
 
 def _padded(

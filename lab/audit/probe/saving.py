@@ -15,7 +15,7 @@ def _record(probe: Probe, kind: str, function: Any, args: Any, kwargs: Any) -> N
     """Write a record of a call of torch.save or torch.load, unless it is of no file."""
     file = named(function, args, kwargs)["f"]
     path = getattr(file, "name", file)
-    if isinstance(path, (str, os.PathLike)):
+    if isinstance(path, (str, os.PathLike)) and path != os.devnull:
         path = os.path.realpath(path)
         probe.record(kind, step=probe.step, path=path, at=probe.place())
 

@@ -67,6 +67,8 @@ ALL_RIGHT = {"values": [[12.0, 12.0], [11.0, 12.0]]}  # 23 of 24: the count migh
         (evaluated(SAME), [Right]),
         # Equal indices of other data: each rank has a share of its own.
         (evaluated(SAME, contents={1: 7}), [Unknown]),
+        (evaluated(SAME, [COUNTED], contents={1: 7}), [Right]),
+        (evaluated(SAME, [COUNTED], contents={1: 31}), [Unknown]),  # shuffled by each rank
         (evaluated(SHARES, left=True), []),  # a look at a batch
         (load(right), []),
     ],

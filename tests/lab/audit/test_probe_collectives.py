@@ -46,6 +46,7 @@ dist.all_reduce(torch.zeros(17))
 dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
 torch.save(kept, f"{rank}.pt")
 torch.save(kept, io.BytesIO())
+torch.save(kept, os.devnull)
 with open(f"{rank}.pt", "rb") as file:
     torch.load(file)
 dist.destroy_process_group()
