@@ -64,6 +64,7 @@ class Checked:
 def run_checks(recordings: Sequence[Recording]) -> Checked:
     """Run all checks on all runs."""
     found: list[Finding] = []
+    implied: list[Finding] = []
     said: dict[Right | Unknown, set[int]] = defaultdict(set)  # by sentence, on how many ranks
     for recording in recordings:
         findings = []
@@ -72,7 +73,9 @@ def run_checks(recordings: Sequence[Recording]) -> Checked:
                 findings.append(replace(outcome, sizes=(recording.size,)))
             else:
                 said[outcome].add(recording.size)
-        found += without_explained(findings)
+        kept = without_explained(findings)
+        found += kept
+        implied += [one for one in findings if one not in kept and not one.condition]
     found += notices.compare(recordings)
     resolved = gradients.resolve(found, recordings)
     findings = merge([finding for finding in resolved if not finding.condition])
@@ -81,17 +84,21 @@ def run_checks(recordings: Sequence[Recording]) -> Checked:
         [finding for finding in resolved if finding.condition and finding.name not in names]
     )
     sizes = {recording.size for recording in recordings}
-    return Checked(findings, possible, _properties(findings, said, sizes))
+    return Checked(findings, possible, _properties([*findings, *implied], said, sizes))
 
 
 def _properties(
     findings: Sequence[Finding], said: Mapping[Right | Unknown, set[int]], sizes: set[int]
 ) -> list[PropertyRow]:
-    """Return what is said of each property."""
+    """Return what is said of each property.
+
+    findings : with those that others explain: what follows from a fault does not hold, either.
+    """
     broken: dict[str, list[str]] = defaultdict(list)
     for finding in findings:
-        if finding.entry.broken:
-            broken[finding.entry.broken].append(finding.entry.title)
+        entry = finding.entry
+        if entry.broken and entry.title not in broken[entry.broken]:
+            broken[entry.broken].append(entry.title)
     held: dict[str, list[str]] = defaultdict(list)
     unseen: dict[str, list[str]] = defaultdict(list)
     for told, on_ranks in said.items():
