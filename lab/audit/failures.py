@@ -337,13 +337,22 @@ def _hang(run: AuditRun, why: str) -> Failure:
     waits = _waits(run)
     reason = f"{why}. {waits}".strip()
     if not waits.startswith("The ranks wait in init_process_group"):
-        cure = "Check that every rank reaches the same call."
-        advice = (
-            "Check that every rank reaches the same call; if the run is only slow, use less data "
-            "or raise --timeout."
+        return Failure(
+            reason,
+            cure="Check that every rank reaches the same call.",
+            advice="Check that every rank reaches the same call; if the run is only slow, use less "
+            "data or raise --timeout.",
         )
-        return Failure(reason, cure=cure, advice=advice)
-    outputs = [run.output(process) for process in range(len(run.statuses))]
+    joins = [one for process in run.recording.processes for one in process.of(CollectiveCall)]
+    wanted = joins[0].wanted_world_size or 0
+    if len(joins) < wanted:
+        return Failure(
+            f"only {len(joins)} of the {wanted} ranks that world_size asks for came: {reason}",
+            at=joins[0].at,
+            cure="Start as many processes as world_size says; mp.spawn() starts one unless it gets "
+            "nprocs.",
+        )
+    outputs = map(run.output, range(len(run.statuses)))
     found = _CONNECTS_TO.search("\n".join(outputs))
     return Failure(
         reason,

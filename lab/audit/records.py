@@ -171,6 +171,15 @@ class DdpBuilt(LineRecord, tag="ddp"):
     ranks: list[int] = []
 
 
+class DdpMissed(LineRecord, tag="missed"):
+    """A backward gave other gradients than DDP averages; by the names of parameters."""
+
+    step: int
+    unused: list[str] = []
+    late: list[str] = []
+    converted: list[str] = []
+
+
 class DdpHook(LineRecord, tag="hook"):
     """DistributedDataParallel got a communication hook."""
 
@@ -218,6 +227,16 @@ class Evaluation(LineRecord, tag="eval"):
     step: int
     buffers: list[tuple[str, list[float]]]
     batchnorm_layers: int = msgspec.field(name="batchnorm")
+
+
+class Load(LineRecord, tag="load"):
+    """A module has loaded a state dict; the numbers count keys."""
+
+    step: int
+    matched: int
+    missing: int
+    unexpected: int
+    names: list[str]
 
 
 class RandomForward(AnyRecord, tag="random"):
@@ -296,6 +315,18 @@ class Step(OptimizerRecord, tag="step"):
 class Stepped(OptimizerRecord, tag="stepped"):
     seconds: float
     state: int | None
+
+
+class Unapplied(LineRecord, tag="unapplied"):
+    """Parameters that get gradients and lie in no optimiser, of a model that one trains.
+
+    numbers, every : how many numbers these parameters have, and all of the model.
+    """
+
+    names: list[str]
+    steps: int
+    numbers: int
+    every: int
 
 
 # --- the loaders ---
@@ -408,15 +439,18 @@ Record = (
     | Stands
     | Stack
     | DdpBuilt
+    | DdpMissed
     | DdpHook
     | FsdpBuilt
     | Backward
     | Evaluation
     | RandomForward
+    | Load
     | Parameters
     | Weights
     | Step
     | Stepped
+    | Unapplied
     | Loader
     | Batch
     | Rest

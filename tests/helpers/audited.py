@@ -197,4 +197,8 @@ if __name__ == "__main__":
     multiprocessing.set_start_method(None, force=True)  # the script's loaders fork, as by default
     sys.argv[:2] = []
     sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except Exception:  # as an interpreter of its own ends
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)

@@ -13,6 +13,7 @@ from common.say import counts
 from lab.audit.findings import (
     clocks,
     collectives,
+    ddp,
     endings,
     evaluation,
     gradients,
@@ -20,6 +21,7 @@ from lab.audit.findings import (
     randomness,
     samples,
     saving,
+    unapplied,
     weights,
 )
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
@@ -32,9 +34,11 @@ from lab.audit.records import Trouble
 CHECKS = (
     endings,
     collectives,
+    ddp,
     gradients,
     weights,
     samples,
+    unapplied,
     randomness,
     evaluation,
     saving,

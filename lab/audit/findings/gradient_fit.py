@@ -75,7 +75,7 @@ class Update:
         self.known = bool(finite.any() and (kept.size or not got[:, finite].any()))
         self.names = [replicas.names[index] for index in kept]
         slices = [replicas.columns[index] for index in kept]
-        self.widths = _widths(slices)
+        self.widths = np.array([at.stop - at.start for at in slices], dtype=np.int64)
         self.columns = side_by_side(self.widths)
         columns = [column for at in slices for column in range(at.start, at.stop)]
         self.own = own[:, columns]
@@ -131,10 +131,6 @@ class Update:
             [clip for clip in record.clips if clip.kind == kind and clip.limit is not None]
             for record in self.records
         ]
-
-
-def _widths(columns: list[slice]) -> NDArray[np.int64]:
-    return np.array([at.stop - at.start for at in columns], dtype=np.int64)
 
 
 def _like(own: Numbers, values: Numbers | None) -> Numbers:

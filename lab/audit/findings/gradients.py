@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.say import listed
+from common.say import count, listed
 from common.utils.gradient_fit import fit
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.gradient_fit import Update
@@ -145,7 +145,8 @@ def _piled_up(replicas: Replicas, updates: list[Update]) -> Finding | None:
     sampled = {update.step for update in updates}
     later = [update for update in updates if update.step - 1 in sampled]
     records = [record for update in later for record in update.records]
-    if len(later) < 3 or not all(map(_adds_to_the_last, records)):
+    # a single backward added to what the update before had used
+    if len(later) < 3 or not all(record.kept and record.micro == 1 for record in records):
         return None
     return found(
         "gradients-pile-up",
@@ -171,11 +172,6 @@ def _clipped_scaled(updates: list[Update]) -> Finding | None:
         norm=clip.norm,
         scale=clipped.scale,
     )
-
-
-def _adds_to_the_last(step: Step) -> bool:
-    """Return whether a single backward added to what the update before had used."""
-    return step.kept > 0 and step.micro == 1
 
 
 def _clips_scaled(step: Step) -> bool:
@@ -225,6 +221,11 @@ class _Seen:
         """The line that exchanges gradients, or else that of a backward."""
         first = self.updates[0].step
         return exchange_line(self.recording, first) or backward_line(self.recording)
+
+    @property
+    def bad_steps(self) -> set[int]:
+        """The steps of the bad updates."""
+        return {update.step for update in self.bad}
 
     def found(
         self,
@@ -332,8 +333,8 @@ def _rows(seen: _Seen) -> Outcome:
     """
     recording = seen.recording
     all_own = all(update.evidence.gradients == {"its own"} for update in seen.bad)
-    if all_own and bypasses_ddp(recording):
-        return seen.found("ddp-bypassed", backward_line(recording))
+    if all_own and bypasses_ddp(recording, seen.bad_steps):
+        return _bypassed(seen)
     if not recording_exchanges(recording):  # group-unused says it if they were to train together
         return Unknown("gradients", "the ranks exchange nothing")
     if averages_weights(recording):
@@ -349,6 +350,16 @@ def _rows(seen: _Seen) -> Outcome:
         line = exchange_line(recording, mixing[0].step)
         return seen.found("weights-averaged", line, kind="exchanged", sure=False, mixed=len(mixing))
     return _in_some_steps(seen, all_own) or _what_each_gets(seen, all_own)
+
+
+def _bypassed(seen: _Seen) -> Finding:
+    """Return that the bad steps' forwards bypass DDP, which may be built again and again."""
+    return seen.found(
+        "ddp-bypassed",
+        backward_line(seen.recording),
+        kind="always" if len(seen.bad) == len(seen.updates) else "some",
+        built=count(len(seen.recording.ranks[0].of(DdpBuilt)), "time"),
+    )
 
 
 def _in_some_steps(seen: _Seen, all_own: bool) -> Outcome | None:
@@ -479,8 +490,8 @@ def _totals_before_clipping(updates: list[Update]) -> tuple[Numbers, Numbers]:
 def _all_alike(seen: _Seen) -> Outcome:
     """Judge ranks that all compute the same, so that the mean equals each rank's own gradient."""
     first = seen.updates[0]
-    if bypasses_ddp(seen.recording) and not exchanges(seen.recording, first.step):
-        return seen.found("ddp-bypassed", backward_line(seen.recording))
+    if bypasses_ddp(seen.recording, seen.bad_steps) and not exchanges(seen.recording, first.step):
+        return _bypassed(seen)
     return Unknown(
         "gradients",
         f"all ranks compute the same gradient for {seen.whose}, so the audit"
@@ -489,22 +500,26 @@ def _all_alike(seen: _Seen) -> Outcome:
 
 
 def _scaled_in_loss(seen: _Seen) -> Finding | None:
-    """Return that each rank divides its loss by the ranks although the exchange does, too.
+    """Return that each rank divides its loss by the ranks, or multiplies it, and gets the mean.
 
-    None if the losses are not divided so. On two ranks half a squared error looks the same, a
-    common loss, so there only a classification's counts, and it is not certain.
+    None if neither. On two ranks half a squared error looks the same, a common loss, so there only
+    a classification's counts, and it is not certain.
     """
     first = seen.updates[0]
     losses = _losses(seen.recording, seen.updates)
     sure = first.size > 2
     if not losses.are_means or not (losses.classify or sure):
         return None
-    times_ranks = losses.weight * first.size
-    micro_batches = first.records[0].micro or 1
-    divided_by_ranks = near(times_ranks, 1) or near(times_ranks / micro_batches, 1)
-    if not divided_by_ranks or near(losses.weight, 1):
+    if near(losses.weight, 1):
         return None
-    return seen.found("scaled-in-loss", backward_line(seen.recording), sure=sure)
+    micro_batches = first.records[0].micro or 1
+    times_ranks = losses.weight * first.size
+    name = None
+    if near(times_ranks, 1) or near(times_ranks / micro_batches, 1):
+        name = "scaled-in-loss"
+    elif micro_batches == 1 and near(losses.weight, first.size):
+        name = "multiplied-in-loss"
+    return seen.found(name, backward_line(seen.recording), sure=sure) if name else None
 
 
 def _right_mean(seen: _Seen, *, clipped: bool) -> Right:
@@ -512,20 +527,16 @@ def _right_mean(seen: _Seen, *, clipped: bool) -> Right:
     extras = {text for update in seen.updates for text in update.texts}
     if clipped:
         extras.add("then clipped")
+    watched = "every watched step"
+    if seen.without:
+        watched += f" but {seen.without} in which it gets none"
     worst = max(update.residue for update in seen.updates)
     limit = f"{10 ** np.ceil(np.log10(max(worst, 1e-16))):.0e}"  # the same for most runs
     details = ", ".join([f"relative error at most {limit}", *sorted(extras)])
     return Right(
         "gradients",
-        f"{seen.whose} gets the mean of the ranks' gradients in {_watched(seen)} ({details})",
+        f"{seen.whose} gets the mean of the ranks' gradients in {watched} ({details})",
     )
-
-
-def _watched(seen: _Seen) -> str:
-    """Return in which steps an optimiser was seen to get the mean, in words."""
-    if seen.without:
-        return f"every watched step but {seen.without} in which it gets none"
-    return "every watched step"
 
 
 def _clipped_multiple(seen: _Seen) -> Iterator[Outcome]:
@@ -720,8 +731,9 @@ def _contradicted(
     rates = {_rate_of_the_mean(recording) for recording in recordings}
     if len(rates) == 1 and None not in rates:
         contradicted.add("sum-not-mean")
-    if values["scaled-in-loss"].keys() < sizes:
-        contradicted.add("scaled-in-loss")
+    for name in ("scaled-in-loss", "multiplied-in-loss"):
+        if values[name].keys() < sizes:
+            contradicted.add(name)
     literal = values["literal-divisor"]
     constant = literal.keys() == sizes and np.ptp([*literal.values()]) < 1e-3
     twice = literal.keys() == {2} and max(values["averaged-twice"], default=0) > 2

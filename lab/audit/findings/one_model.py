@@ -35,6 +35,7 @@ _ITEM_BYTES = {"float64": 8, "float16": 2, "bfloat16": 2}
 # Findings that count the gradients' multiple of the mean: a loss that all ranks share has another.
 _OF_MULTIPLES = (
     *("sum-not-mean", "averaged-twice", "group-divisor", "literal-divisor", "scaled-in-loss"),
+    "multiplied-in-loss",
 )
 
 
@@ -103,7 +104,7 @@ class ActivationExchange:
         """
         if not self._trained or not all(replicas.same for replicas in self._trained):
             return False
-        if _exchanged_numbers(self._recording) >= _trained_numbers(self._recording.ranks[0]):
+        if exchanged_numbers(self._recording) >= _trained_numbers(self._recording.ranks[0]):
             return True
         return all(map(_gets_exchanged, self._trained))
 
@@ -180,7 +181,7 @@ def _trained_numbers(rank: RankRecords) -> int:
     return sum({row.tensor: row.numel for row in rows}.values())
 
 
-def _exchanged_numbers(recording: Recording) -> int:
+def exchanged_numbers(recording: Recording) -> int:
     """Return of how many numbers the gradients, or weights, are exchanged over all ranks.
 
     That is what DDP averages, or the most that calls of one kind exchange from one backward to the

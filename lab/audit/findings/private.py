@@ -90,7 +90,10 @@ def shared_part(recording: Recording) -> Recording:
     sentences = [*_told(private, fewest)]
     if not exchanges_activations(recording):
         for of_ranks in _on_every_rank(models, private):
-            sentences.append(_told_everywhere(of_ranks[0]))
+            sentences.append(
+                "Every rank also trains another model by itself, on the same samples "
+                f"({_described(of_ranks[0])}): it is set aside."
+            )
             for of_rank, model in zip(private, of_ranks, strict=True):
                 of_rank.append(model)
     if not any(private):
@@ -202,13 +205,6 @@ def _told(private: Sequence[Sequence[_Model]], fewest: Sequence[_Model]) -> Iter
                     f"Rank {rank} also trains another model by itself ({_described(model)}): "
                     "it is set aside."
                 )
-
-
-def _told_everywhere(model: _Model) -> str:
-    return (
-        "Every rank also trains another model by itself, on the same samples "
-        f"({_described(model)}): it is set aside."
-    )
 
 
 def _described(model: _Model) -> str:

@@ -18,6 +18,7 @@ PROPERTIES: Mapping[str, str] = {
     "gradients": "every update uses the mean of the ranks' gradients",
     "updates": "every gradient reaches the weights once, at its own scale",
     "weights": "the ranks start with equal weights and keep them equal",
+    "loads": "what is loaded fits the model",
     "samples": "the ranks train on different samples",
     "coverage": "an epoch has each sample once",
     "order": "every epoch has another order",

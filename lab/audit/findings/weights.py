@@ -8,13 +8,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from common.say import listed
+from common.say import count, listed
 from common.utils.gradient_fit import norms, side_by_side
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.where import (
     averages_weights,
     first_line,
     first_step_apart,
+    in_step,
     lasting_optimizers,
     recording_exchanges,
 )
@@ -23,6 +24,7 @@ from lab.audit.recording import Numbers, RankRecords, Recording
 from lab.audit.records import (
     CodeLine,
     FsdpBuilt,
+    Load,
     Parameter,
     Parameters,
     Samples,
@@ -41,12 +43,13 @@ OfOptimizer = TypeVar("OfOptimizer", Step, Stepped, Weights)
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
-    """Check the ranks' weights, and the settings of their optimisers.
+    """Check the ranks' weights, what they load, and the settings of their optimisers.
 
     Ranks that never exchange anything may well start apart: ``group-unused`` tells of them. Of
     optimisers that share a tensor only the first one's start is compared. Whether weights diverge
     is told only if they started equal, and no different setting explains it.
     """
+    yield from _loads(recording)
     if recording.size < 2 or len(recording.ranks) < recording.size:
         return
     if recording.of(FsdpBuilt):
@@ -69,6 +72,44 @@ def check(recording: Recording) -> Iterator[Outcome]:
     elif not different_starts:
         yield Right("weights", "all ranks start from the same weights")
         yield from _divergence(replicas, counts=exchanged and not settings)
+
+
+def _loads(recording: Recording) -> Iterator[Outcome]:
+    """Yield the first load that fits its model badly, or that all fit; nothing without a load.
+
+    A state dict may have more than the model, or less; but not both, and little in common.
+    """
+    loads = recording.of(Load)
+    for load in loads:
+        least = min(load.missing, load.unexpected)
+        if least > load.matched or (load.missing and not load.matched):
+            yield found(
+                "loads-nothing",
+                load.at,
+                sure=not load.matched,
+                matched=load.matched,
+                missing=load.missing,
+                unexpected=load.unexpected,
+                names=", ".join(load.names),
+            )
+            return
+    if loads:
+        yield Right("loads", f"{count(len(loads), 'load_state_dict')} found the model's keys")
+
+
+def _loaded(recording: Recording, step: int) -> Finding | None:
+    """Return that some ranks load weights more often than others after a number of steps."""
+    loads = [in_step(rank.of(Load), step) for rank in recording.ranks]
+    most, fewest = max(loads, key=len), min(loads, key=len)
+    if len(most) == len(fewest):
+        return None
+    return found(
+        "loads-differ",
+        most[-1].at,
+        step=step,
+        rank=loads.index(most),
+        other=loads.index(fewest),
+    )
 
 
 class Replicas:
@@ -189,7 +230,7 @@ def _starts_apart(replicas: Replicas) -> bool:
 def _different_start(replicas: Replicas) -> Finding:
     spread = replicas.spread(0)
     names = [replicas.names[index] for index in np.argsort(-spread) if spread[index] > START]
-    return found(
+    return _loaded(replicas.recording, 0) or found(
         "different-start",
         replicas.model_line or replicas.optimizer_line,
         different=len(names),
@@ -207,15 +248,14 @@ def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:
             for name in settings[0]:
                 values = [of_rank.get(name) for of_rank in settings]
                 if len(set(values)) > 1:
-                    yield _different_setting(several.optimizer_line, step, name, values)
+                    yield found(
+                        "different-learning-rates",
+                        several.optimizer_line,
+                        step=step,
+                        setting=name,
+                        values=", ".join(f"rank {rank}: {one}" for rank, one in enumerate(values)),
+                    )
                     return
-
-
-def _different_setting(
-    line: CodeLine | None, step: int, name: str, values: Sequence[str | None]
-) -> Finding:
-    of_ranks = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-    return found("different-learning-rates", line, step=step, setting=name, values=of_ranks)
 
 
 def _settings(step: Step) -> dict[str, str]:
@@ -267,7 +307,8 @@ def _name_divergence(replicas: Replicas, step: int) -> Finding:
     states = [record.state for record in replicas.records(Stepped).get(step - 1, [])]
     other = next((rank for rank, state in enumerate(states) if state != states[0]), None)
     by_state = other is not None and None not in states and equal_gradients
-    return found(
+    loaded = _loaded(replicas.recording, step) if equal_gradients else None
+    return loaded or found(
         "different-optimizer-state" if by_state else "weights-diverge",
         first_line(record.at for record in replicas.steps.get(step - 1, [])),
         step=step,

@@ -3,7 +3,7 @@
 import sys
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from lab.audit.recording import RankRecords, Recording
@@ -17,6 +17,7 @@ from lab.audit.records import (
     Done,
     Evaluation,
     FsdpBuilt,
+    Load,
     Parameters,
     RandomForward,
     Step,
@@ -28,7 +29,7 @@ SETUP = ("init_process_group", "new_group")
 _NO_EXCHANGE = ("barrier", "object", "monitored", *SETUP)
 
 
-OfStep = TypeVar("OfStep", Backward, CollectiveCall)
+OfStep = TypeVar("OfStep", Backward, CollectiveCall, Load)
 OncePerStep = TypeVar("OncePerStep", Evaluation, RandomForward)
 
 
@@ -82,11 +83,15 @@ def groups(recording: Recording) -> set[frozenset[int]]:
     return {group for group in found if 0 < len(group) < recording.size}
 
 
-def bypasses_ddp(recording: Recording) -> bool:
-    """Return whether every training forward runs a module that DDP wraps, but not through DDP."""
-    forwards = [forward for backward in recording.of(Backward) for forward in backward.forwards]
-    through = {forward.through for forward in forwards}
-    return through == {"bypass"} and all(rank.of(DdpBuilt) for rank in recording.ranks)
+def bypasses_ddp(recording: Recording, steps: Container[int]) -> bool:
+    """Return whether every training forward of these steps bypasses DDP.
+
+    It runs a module that DDP wraps, in some steps only later, but not through DDP.
+    """
+    backwards = [backward for backward in recording.of(Backward) if backward.step in steps]
+    through = {forward.through for backward in backwards for forward in backward.forwards}
+    past = "bypass" in through and "ddp" not in through
+    return past and all(rank.of(DdpBuilt) for rank in recording.ranks)
 
 
 def exchanges(recording: Recording, step: int, content: str | None = None) -> list[CollectiveCall]:

@@ -27,6 +27,11 @@ searched the script looked through Python's memory, in which the probe's objects
 group    init_process_group: rank, world, at
 ddp      DistributedDataParallel was built: bytes and numbers (of the parameters that it averages),
          ranks (of its group), at
+missed   a backward through DistributedDataParallel gave other gradients than it averages; written
+         where this changes: step, unused (names of its parameters that got none), late (of those
+         that got one, and required none when it was built), converted (of those that a conversion
+         of the module has cut off from its hooks), at (the line that converted a module
+         last; null if none of these)
 hook     DistributedDataParallel got a communication hook, whose calls are seen: name, at
 fsdp     fully_shard or FSDP1: at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw
@@ -53,6 +58,10 @@ step     an update of an optimiser: o, step (from 0), optimizer, micro (backward
          had used), at
 stepped  follows it at once: o, step, seconds (of the update), state (hash of samples of the
          optimiser's state; null if it has none)
+unapplied at the end, of a model that an optimiser trains: names (of the parameters that got
+         gradients, lie in no optimiser that took a step, and did not change), steps (that left a
+         gradient unused, of those sampled), numbers (that these have), every (that all have), at
+         (the line that made them)
 loader   l (its number), dataset, length, batches, sampler, replicas, inner_length (of the innermost
          datasets; null where the indices within are not known), content (hash of samples that these
          hold, or null), at (a line that iterates over it), made (the line that made it)
@@ -83,6 +92,8 @@ eval     first forward without gradients after ``step`` steps: step, buffers [[n
          list]], batchnorm (number of BatchNorm layers), at
 drew     a batch was made with random numbers, in this process: indices (of the sampler), states
          {generator: hash of its state before} of those that it drew from
+load     Module.load_state_dict has succeeded: step, matched, missing and unexpected (numbers of
+         keys), names (the first that is missing, and the first unexpected one), at
 saved    torch.save to a file: step, path, at
 loaded   torch.load from a file: step, path, at
 random   a training forward that draws, as by dropout: step, hash (of the generators' states

@@ -74,6 +74,7 @@ class CallRecorder:
                 if type(function) is FunctionType and function in calls:
                     put(module, name, calls[function])
         patch(dist.Work, wait=self.wait)
+        patch(dist, destroy_process_group=self.leave)
         if hasattr(dist, "DeviceMesh"):
             # What is built on it communicates through functions that are not seen here.
             patch(dist.DeviceMesh, __init__=functools.partial(probe.note, "mesh"))
@@ -106,6 +107,11 @@ class CallRecorder:
         if work not in self._works:
             return original(work, *args, **kwargs)
         return self._timed(self._works[work], "wait_seconds", original, (work, *args), kwargs)
+
+    def leave(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Tell that the script is ending, before Python clears the model and the optimiser."""
+        self._probe.tell("ending")
+        return original(*args, **kwargs)
 
     def _timed(
         self, number: int, field: str, function: Callable[..., Any], args: Any, kwargs: Any

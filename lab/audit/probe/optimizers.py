@@ -1,5 +1,7 @@
 """What each optimiser gets, and what this rank computed for it: params, weights, step, stepped.
 
+What no optimiser gets, of a model that one trains, is in the record unapplied.
+
 A hook on each parameter sees this rank's gradient before it is added to ``.grad``, so also before
 DDP averages it (``OwnSum``). ``step`` is replaced in each class of torch.optim, and in each
 class of the script's when torch first makes one. torch's own hooks (register_step_pre_hook) run
@@ -29,14 +31,10 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .coordinates import COORDINATES
-from .sampling import checksum, is_sharded, join, square_norm, take, total, wide
+from .sampling import checksum, is_sampled, is_sharded, join, square_norm, take, total, wide
 from .state import Probe, named, patch, wrapped
 
 _STATE_PARAMETERS = 64
-# Of an optimiser the first steps are sampled, then one in some, and those where an epoch begins or
-# ends.
-_FIRST_STEPS = 64
-_ONE_IN = 16
 _AT_EPOCHS_ENDS = 2  # batches
 
 
@@ -50,6 +48,9 @@ class OwnSum:
     backward : the number of the latest of these in the process; -1 before the first.
     used : samples of ``.grad`` at the latest update that was sampled; None before the first.
     kept : whether ``.grad`` still held just that when this sum began; None where it was empty.
+    applied : an optimiser that holds the parameter has taken a step.
+    unapplied : the sampled steps at whose end ``.grad`` held a gradient, before ``applied``.
+    first : samples of the parameter at the first of these; None before it.
     """
 
     samples: Tensor | None = None
@@ -58,6 +59,9 @@ class OwnSum:
     backward: int = -1
     used: Tensor | None = None
     kept: Tensor | None = None
+    applied: bool = False
+    unapplied: int = 0
+    first: Tensor | None = None
 
     def add(self, gradient: Tensor, held: Tensor | None, backward: int) -> None:
         """Add the gradient of one call of the hook.
@@ -94,6 +98,21 @@ class OwnSum:
         elif not self.backwards:
             before = take(held)
             self.kept = (before == self.used).all() & (before != 0).any()
+
+    def see_unapplied(self, parameter: Tensor) -> None:
+        """See at the end of a step whether it has left a gradient unused."""
+        left = self.samples
+        if self.applied or left is None or parameter.grad is None or not left.any():
+            return
+        if self.first is None:
+            self.first = take(parameter)
+        self.unapplied += 1
+
+    def is_unapplied(self, parameter: Tensor) -> bool:
+        """Return whether no step has used the gradients, and the parameter is as it was."""
+        if self.first is None or self.applied:
+            return False
+        return torch.equal(self.first, take(parameter))
 
 
 class WatchedOptimizer:
@@ -229,14 +248,31 @@ class GradientWatch:
         self._epoch = epoch
 
     def ending(self) -> None:
-        """Write the weights with which the script ends, or which it is about to replace."""
+        """Write the weights with which the script ends, and what it leaves without an optimiser."""
         for watched in list(self._of.values()):
             if watched.number is not None:
                 self._write_weights(watched, last=True)
+        for model in self._probe.forwards.models():
+            self._write_unapplied(model)
+
+    def _write_unapplied(self, model: dict[str, Tensor]) -> None:
+        """Write which parameters of a model that trains get gradients, and never change."""
+        sums = {name: self.known.get(tensor, OwnSum()) for name, tensor in model.items()}
+        left = [name for name, own in sums.items() if own.is_unapplied(model[name])]
+        if left and any(own.applied for own in sums.values()):
+            tensors = [model[name] for name in left]
+            self._probe.record(
+                "unapplied",
+                names=left,
+                steps=min(sums[name].unapplied for name in left),
+                numbers=_numel(tensors),
+                every=_numel(model.values()),
+                at=self._model_line(tensors),
+            )
 
     def _is_sampled(self, watched: WatchedOptimizer) -> bool:
         """Return whether the numbers of an optimiser's current step are sampled."""
-        if watched.steps < _FIRST_STEPS or watched.steps % _ONE_IN == 0:
+        if is_sampled(watched.steps):
             return True
         if self._epoch is None:
             return False
@@ -467,6 +503,10 @@ class GradientWatch:
             if own is not None:
                 own.backwards = 0
                 own.kept = None
+                own.applied = True
+        if is_sampled(watched.steps):
+            for tensor, own in list(self.known.items()):
+                own.see_unapplied(tensor)
         watched.steps += 1
         watched.clips = []
         watched.unscaled = False
@@ -487,6 +527,10 @@ def _outside_models(frame: Any) -> Iterator[tuple[Any, int]]:
 def _is_torchs(step: Any) -> bool:
     """Return whether this is the ``step`` of a class of torch.optim."""
     return str(step.__module__).startswith("torch.optim.")
+
+
+def _numel(tensors: Iterable[Tensor]) -> int:
+    return sum(map(Tensor.numel, tensors))
 
 
 def _zeros(parameter: Tensor) -> Tensor:

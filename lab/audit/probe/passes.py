@@ -1,8 +1,8 @@
 """Forward and backward passes of whole models, and the losses that lie between them.
 
 Of the forward passes the outermost module of a call counts, and only if a gradient reaches its
-output later: the record ``backward`` lists those, with the loss from which the gradients came. The
-records ``ddp``, ``hook``, ``fsdp``, ``eval`` and ``random`` are written here as well.
+output later: the record ``backward`` lists those, with the loss from which the gradients came.
+Written here as well: ``ddp``, ``missed``, ``hook``, ``fsdp``, ``eval``, ``random`` and ``load``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import importlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,10 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules import module as hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from .randomness import torch_state
-from .sampling import checksum, take, tensors_in
+from .sampling import checksum, is_sampled, take, tensors_in
 from .state import Probe, named, patch
 
 _LOSSES = (
@@ -91,6 +91,10 @@ class PassWatch:
     _wrapped : the modules within some DDP.
     _through_ddp : DDP has been called in this forward.
     _synced : whether DDP was to average after its latest forward; None without DDP.
+    _averaged : by DDP, the parameters that it averages, with the nodes that its hooks lie on.
+    _called : returns the DDP that was called last, or None.
+    _converted : the script's line that converted a module last, as by double().
+    _missed : what the latest record ``missed`` said.
     _pending : the forwards that a backward may reach.
     _random : a hash of the random state when the forward began.
     _evaluated : the latest step after which the script has evaluated.
@@ -106,6 +110,10 @@ class PassWatch:
         self._wrapped: Any = WeakIdKeyDictionary()
         self._through_ddp = False
         self._synced: bool | None = None
+        self._averaged: Any = weakref.WeakKeyDictionary()
+        self._called: Callable[[], Any] = lambda: None
+        self._converted: list[Any] | None = None
+        self._missed: dict[str, list[str]] = {"unused": [], "late": [], "converted": []}
         self._pending: list[_Forward] = []
         self._random: int | None = None
         self._evaluated = 0
@@ -183,13 +191,28 @@ class PassWatch:
             at=self._probe.place(),
         )
 
+    def models(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the parameters of each model that was called, by name."""
+        for root in list(self._roots):
+            yield {_plain_name(name): one for name, one in root.named_parameters()}
+
     def names(self) -> dict[int, str]:
         """Return the names of all parameters of the models that were called, by id."""
-        return {
-            id(parameter): _plain_name(name)
-            for root in list(self._roots)
-            for name, parameter in root.named_parameters()
-        }
+        return {id(one): name for model in self.models() for name, one in model.items()}
+
+    def load(self, original: Any, module: Module, given: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write the record ``load`` when a module has loaded a state dict."""
+        result = original(module, given, *args, **kwargs)
+        self._probe.record(
+            "load",
+            step=self._probe.step,
+            matched=len(given) - len(result.unexpected_keys),
+            missing=len(result.missing_keys),
+            unexpected=len(result.unexpected_keys),
+            names=[*result.missing_keys[:1], *result.unexpected_keys[:1]],
+            at=self._probe.place(),
+        )
+        return result
 
     def _root(self, module: Module) -> Module:
         """Return the module that holds this one, at any depth; DDP itself is left out."""
@@ -209,8 +232,12 @@ class PassWatch:
     # --- DDP ---
 
     def build_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
-        """Write the record ``ddp`` when one has been built."""
+        """See a DDP that has been built."""
         original(ddp, *args, **kwargs)
+        self._probe.guard(self._ddp_built)(ddp)
+
+    def _ddp_built(self, ddp: Any) -> None:
+        """Write the record ``ddp``, and remember which parameters it averages."""
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         self._probe.record(
@@ -221,6 +248,33 @@ class PassWatch:
             at=self._probe.place(),
         )
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
+        self._averaged[ddp] = nodes = WeakTensorKeyDictionary()
+        for parameter in trained:
+            nodes[parameter] = _accumulator(parameter)
+
+    def convert(self, original: Any, module: Module, *args: Any, **kwargs: Any) -> Any:
+        """Note the line that converts a module, which may give its parameters new nodes."""
+        result = original(module, *args, **kwargs)
+        self._converted = self._probe.place()
+        return result
+
+    def _see_missed(self) -> None:
+        """Write the record ``missed`` if a backward gave other gradients than DDP averages."""
+        ddp = self._called()
+        if ddp not in self._averaged or not self._synced or not is_sampled(self._step):
+            return
+        gradients = self._probe.gradients
+        missed: dict[str, list[str]] = {"unused": [], "late": [], "converted": []}
+        for name, parameter in ddp.module.named_parameters():
+            own = gradients.known.get(parameter)
+            reached = own is not None and own.backward == gradients.backward
+            how = _missed_how(parameter, self._averaged[ddp].get(parameter), reached=reached)
+            if how is not None and name not in ddp.parameters_to_ignore:
+                missed[how].append(name)
+        if missed != self._missed:
+            self._missed = missed
+            at = self._converted if missed["converted"] else None
+            self._probe.record("missed", step=self._step, **missed, at=at)
 
     def hook_ddp(self, original: Any, ddp: Any, state: Any, hook: Any) -> None:
         """Write the record ``hook`` before a communication hook is registered."""
@@ -231,6 +285,7 @@ class PassWatch:
     def call_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
         """Note that DDP runs the model, and whether it is to average the gradients."""
         self._through_ddp = True
+        self._called = weakref.ref(ddp)
         self._synced = getattr(ddp, "require_backward_grad_sync", None)
         self._probe.tell("ddp_forward")
         return original(ddp, *args, **kwargs)
@@ -302,6 +357,27 @@ class PassWatch:
             optimizers=self._probe.gradients.reached(),
             at=self._probe.place(),
         )
+        self._see_missed()
+
+
+def _missed_how(parameter: Tensor, node: Any, *, reached: bool) -> str | None:
+    """Return the field of ``missed`` that names a parameter; None if DDP averages what it awaits.
+
+    node : that DDP's hook lies on, or None.
+    reached : backward gave it a gradient.
+    """
+    if node is None:
+        return "late" if reached else None
+    if not reached:
+        return "unused"
+    return None if node is _accumulator(parameter) else "converted"
+
+
+def _accumulator(parameter: Tensor) -> Any:
+    """Return the node that adds to the ``.grad`` of a parameter."""
+    with torch.enable_grad():
+        view: Any = parameter.view_as(parameter)
+    return view.grad_fn.next_functions[0][0]
 
 
 def find_loss(root: Tensor) -> Any:
@@ -352,6 +428,7 @@ def _plain_name(name: str) -> str:
 def watch(probe: Probe) -> None:
     """Watch forward and backward passes, DDP and FSDP."""
     passes = probe.forwards = PassWatch(probe)
+    patch(Module, load_state_dict=passes.load)
     hooks.register_module_module_registration_hook(probe.guard(passes.child_added))
     hooks.register_module_forward_pre_hook(probe.guard(passes.begin))
     register = hooks.register_module_forward_hook
@@ -365,6 +442,7 @@ def watch(probe: Probe) -> None:
         grad=functools.partial(passes.backward, True),
     )
     if torch.distributed.is_available():
+        patch(Module, _apply=passes.convert)
         patch(
             DistributedDataParallel,
             __init__=passes.build_ddp,

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .coordinates import coordinates
 
+# The first steps are sampled, then one in some.
+_FIRST_STEPS = 64
+_ONE_IN = 16
 _DEEPEST = 4  # levels of lists, dicts and the like that are searched for tensors
 
 
@@ -46,6 +49,11 @@ def take(tensor: Tensor) -> Tensor:
     """
     plain = dense(tensor)
     return plain.take(_index(plain.numel(), plain.device))
+
+
+def is_sampled(step: int) -> bool:
+    """Return whether the numbers of a step are sampled, wherever in an epoch it lies."""
+    return step < _FIRST_STEPS or step % _ONE_IN == 0
 
 
 def is_sharded(tensor: Tensor) -> bool:

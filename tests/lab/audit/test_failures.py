@@ -242,6 +242,8 @@ INSISTS = {  # what a script warns of that waits at an address, and the address
             ([[START, JOINS]], {"output": text, "hung": "x"}, f"or --isolate {address}.")
             for text, address in INSISTS.items()
         ),
+        ([[START], [START, JOINS | {"world": 2}]], {"hung": "x"}, "only 1 of the 2 ranks"),
+        ([[START, JOINS | {"world": 2}]] * 2, {"hung": "x"}, "or --isolate ADDRESS"),
     ],
 )
 def test_what_the_records_tell(tmp_path, processes, how, message):

@@ -22,7 +22,8 @@ IN_OTHER_TORCH = """
     ddp_bypassed_module literal_4_own_optimizer notice_batchnorm right_accumulation right_ddp_bf16
     right_ddp_comm_hook right_ddp_lbfgs right_ddp_zero_redundancy right_foreach_adam_groups
     right_gather_scatter right_own_optimizer right_workers samples_no_sampler_ddp
-    some_ddp_frozen_then_thawed sum_all_reduce weights_averaged_each_step
+    missed_converted missed_frozen_then_thawed sum_all_reduce unused_ddp_head
+    weights_averaged_each_step
 """
 """Cases for an environment with another torch: they reach each part of the probe."""
 FOUND = {

@@ -1,0 +1,64 @@
+"""lab/audit/findings/weights.py: what the ranks load, told from records."""
+
+import pytest
+
+from lab.audit.findings.finding import Right
+from lab.audit.findings.weights import check
+from tests.lab.audit.recordings import mean, train
+
+
+def told(run):
+    """Return the names of what is found, and the properties that hold."""
+    outcomes = list(check(run))
+    held = [one.of for one in outcomes if isinstance(one, Right)]
+    return [one.name for one in outcomes if not isinstance(one, Right)], held
+
+
+def load(rank, *, step=0, matched=4, missing=0, unexpected=0):
+    names = ["fc.weight", "module.fc.weight"]
+    keys = {"matched": matched, "missing": missing, "unexpected": unexpected}
+    rank.record("load", step=step, names=names, at=["main.py", 3, "load"], **keys)
+
+
+@pytest.mark.parametrize(
+    ("matched", "missing", "unexpected", "sure"),
+    [
+        (4, 0, 0, None),
+        (2, 300, 0, None),  # the weights of an adapter
+        (2, 0, 300, None),  # a part of a larger model
+        (300, 2, 2, None),  # another head
+        (0, 4, 4, "certain"),
+        (0, 4, 0, "certain"),  # an empty one
+        (1, 3, 3, "likely"),
+    ],
+)
+def test_a_state_dict_fits_or_not(matched, missing, unexpected, sure):
+    run = train(size=2)
+    for rank in run.ranks:
+        load(rank, matched=matched, missing=missing, unexpected=unexpected)
+    found = [one for one in check(run) if not isinstance(one, Right)]
+    assert [one.sure for one in found] == [sure] * (sure is not None)
+    assert all(one.name == "loads-nothing" and one.at.line == 3 for one in found)
+    assert ("loads" in told(run)[1]) == (sure is None)
+
+
+def shrunk(own, step):
+    """Return the mean, but rank 1's weights part by what it gets in step 2."""
+    got = mean(own, step)
+    got[1] *= 1 if step != 2 else 0.5
+    return got
+
+
+@pytest.mark.parametrize(
+    ("step", "ranks", "name"),
+    [
+        (3, [0], "weights-diverge"),  # the last gradients differed, so the update is to blame
+        (1, [0], "weights-diverge"),  # at another time
+        (3, [], "weights-diverge"),
+    ],
+)
+def test_weights_that_part_by_an_update_are_not_said_to_be_loaded(step, ranks, name):
+    run = train(shrunk, size=2)
+    for rank in ranks:
+        load(run.ranks[rank], step=step)
+    assert told(run)[0] == [name]
