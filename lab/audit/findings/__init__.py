@@ -68,7 +68,7 @@ class Checked:
 def run_checks(recordings: Sequence[Recording]) -> Checked:
     """Run all checks on all runs."""
     found: list[Finding] = []
-    implied: list[Finding] = []
+    seen: list[Finding] = []
     said: dict[Right | Unknown, set[int]] = defaultdict(set)  # by sentence, on how many ranks
     for recording in recordings:
         findings = []
@@ -77,9 +77,8 @@ def run_checks(recordings: Sequence[Recording]) -> Checked:
                 findings.append(replace(outcome, sizes=(recording.size,)))
             else:
                 said[outcome].add(recording.size)
-        kept = without_explained(findings)
-        found += kept
-        implied += [one for one in findings if one not in kept and not one.condition]
+        found += without_explained(findings)
+        seen += findings
     found += notices.compare(recordings)
     resolved = gradients.resolve(found, recordings)
     findings = merge([finding for finding in resolved if not finding.condition])
@@ -88,7 +87,17 @@ def run_checks(recordings: Sequence[Recording]) -> Checked:
         [finding for finding in resolved if finding.condition and finding.name not in names]
     )
     sizes = {recording.size for recording in recordings}
-    return Checked(findings, possible, _properties([*findings, *implied], said, sizes))
+    return Checked(
+        findings, possible, _properties([*findings, *_implied(findings, seen)], said, sizes)
+    )
+
+
+def _implied(findings: Sequence[Finding], seen: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield what was seen, for certain, and follows from the findings."""
+    explained = _explained(findings)
+    for finding in seen:
+        if finding.name in explained and not finding.condition:
+            yield finding
 
 
 def _properties(
@@ -96,7 +105,7 @@ def _properties(
 ) -> list[PropertyRow]:
     """Return what is said of each property.
 
-    findings : with those that others explain: what follows from a fault does not hold, either.
+    findings : with those that others explain: what follows from a fault is broken as well.
     """
     broken: dict[str, list[str]] = defaultdict(list)
     for finding in findings:

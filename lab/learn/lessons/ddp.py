@@ -284,7 +284,7 @@ def _mean(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def _flat(tensors: Iterable[Tensor]) -> NDArray:
-    return parameters_to_vector([tensor.detach() for tensor in tensors]).numpy()
+    return parameters_to_vector(tensors).detach().numpy()
 
 
 def _apart(found: NDArray, right: NDArray) -> float:
