@@ -138,7 +138,6 @@ def find_known(
     message : its first line counts most. around : the traceback and lines near it, which an
     entry's ``near`` may ask for. before : what was printed so far, for ``after``.
     """
-    first, _, _ = message.partition("\n")
     matching = []
     hidden: set[str] = set()
     of_first: set[str] = set()
@@ -146,7 +145,11 @@ def find_known(
         if _matches(error, message, around, before):
             matching.append(error)
             hidden.update(error.hides)
-            of_first |= {error.name} if _matches(error, first, around, before) else set()
+            of_first |= (
+                {error.name}
+                if _matches(error, message.partition("\n")[0], around, before)
+                else set()
+            )
 
     def order(error: KnownError) -> tuple[bool, bool, int]:
         is_further = of_first.isdisjoint({error.name, *error.hides})
@@ -170,9 +173,13 @@ def _known(episode: Episode) -> KnownError | None:
     log = episode.log
 
     def around() -> str:
-        near = range(max(0, episode.place - _NEAR), min(log.end, episode.place + _NEAR))
         frames = [f'File "{one.file}", in {one.function}\n{one.source}' for one in episode.frames]
-        lines = filter(lambda line: line.stream == episode.line.stream, map(log.line, near))
+        lines = filter(
+            lambda line: line.stream == episode.line.stream,
+            map(
+                log.line, range(max(0, episode.place - _NEAR), min(log.end, episode.place + _NEAR))
+            ),
+        )
         return "\n".join([*frames, episode.heading, *(line.body for line in lines)])
 
     def before() -> str:
@@ -340,6 +347,9 @@ def _complete(first: Episode, found: Sequence[Episode]) -> None:
         _tell_where_ranks_stood(first, reactions)
     elif first.type:
         _count(first, found, ends)
+        if not ends and not first.log.is_last(first.place + first.message.count("\n")):
+            first.certainty = "likely"
+            first.reason += ", but the log goes on after it"
     elif not first.status:
         first.reason = "a line outside of tracebacks; no exception tells more"
         if ends and ends[0].certainty == "certain":

@@ -105,11 +105,6 @@ class TracebackFrame:
     source: str = ""
 
     @property
-    def is_library(self) -> bool:
-        """Whether the file is of a package, of Python or of a launcher."""
-        return _LIBRARY.search(self.file) is not None
-
-    @property
     def place(self) -> str:
         """The file's name and the line."""
         return re.split(r"[/\\]", f"{self.file}:{self.line}")[-1]
@@ -194,7 +189,7 @@ class Episode:
     def own_frame(self) -> TracebackFrame | None:
         """The innermost frame of the program itself."""
         for frame in reversed(self.frames):
-            if not frame.is_library:
+            if not _LIBRARY.search(frame.file):
                 return frame
         return None
 
@@ -204,7 +199,7 @@ class Episode:
         if not self.frames:
             return ""
         last = self.frames[-1]
-        if last.is_library:
+        if _LIBRARY.search(last.file):
             package = _PACKAGE.search(last.file)
             return package[1] if package else "Python"
         may_be_compiled = self.type.startswith("torch.") or self.type == "RuntimeError"

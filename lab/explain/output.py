@@ -33,7 +33,6 @@ def main_explain(args: argparse.Namespace) -> int:
     logs = [read_log(source) for source in args.logs]
     found = diagnose(logs)
     flags = flags_of(logs)
-    failed = [one for one in found if one.role != "note"]
     if args.json:
         findings = [_as_json(one, flags) for one in found]
         print(json.dumps({"format": 1, "what": "lab explain", "findings": findings}, indent=1))
@@ -42,7 +41,7 @@ def main_explain(args: argparse.Namespace) -> int:
         for text in _texts(logs, found, flags):
             title, separator, rest = text.partition("\n")
             console.print(Text.assemble((title, "bold"), separator, rest))
-    return 0 if failed else NOTHING_FOUND
+    return 0 if found and found[0].role != "note" else NOTHING_FOUND
 
 
 def _as_json(one: Episode, flags: dict[str, str]) -> dict[str, object]:
@@ -95,9 +94,9 @@ def _nothing_found(logs: Sequence[Log]) -> str:
             "The log is empty. A rank that printed nothing was killed or did not start: check how "
             "it was started."
         )
-    lines = sum(log.end for log in logs)
     return (
-        f"Nothing found: no failure in {lines:,} lines. If the run did fail: give the outputs of "
+        f"Nothing found: no failure in {sum(log.end for log in logs):,} lines. "
+        "If the run did fail: give the outputs of "
         "all ranks and of the launcher (standard error too), and look for killed processes in "
         "`dmesg`; `lab doctor` checks the machine."
     )

@@ -177,6 +177,11 @@ class Log:
         best = sorted(found, key=lambda words: words[0])[:_MOST_WORDS]
         return [words for _, words in reversed(best)]
 
+    def is_last(self, place: int) -> bool:
+        """Return whether the stream of a line says no more after it."""
+        rest = self.stream_from(place, _MOST_LAST)
+        return not any(self._is_ordinary(after) for after, _ in rest if after > place)
+
     def _is_ordinary(self, place: int) -> bool:
         line = self.line(place)
         says_more = _TELLING.search(line.text.lower().encode())

@@ -208,6 +208,16 @@ def test_the_first_failure_comes_first_in_any_order_of_ranks_and_from_several_fi
     assert "possible: it follows" not in both
 
 
+def test_a_log_that_goes_on_after_an_exception_makes_it_less_certain():
+    error = TRACEBACK.format(
+        code="import apex", error="ModuleNotFoundError: No module named 'apex'"
+    )
+    assert failures(error)[0].certainty == "certain"
+    assert failures(f"{error}using torch.amp\naccuracy 0.91\n")[0].certainty == "likely"
+    status = "worker-1 exited with code 1\n"
+    assert failures(f"{error}bye\n{status}")[0].certainty == "certain"
+
+
 def test_a_chain_is_one_failure_told_from_its_innermost_exception():
     chain = "ValueError: a\n\nDuring handling of the above exception, another exception occurred:"
     (found,) = failures(f"{chain}\n\nKeyError: 'b'\n")
