@@ -6,7 +6,8 @@ or on every machine, with its own --rank (0, 1, 2, 3):
 
     python PartThree/main.py --master-ip 10.0.0.1 --num-nodes 4 --rank 0
 
-To read the code, begin with docs/examples/four_ways.py: loop and gradients on one page.
+To read the code, begin with docs/examples/four_ways.py: loop and gradients on one page. Then read
+``run`` in common/experiment/run.py.
 
 What changes from Part Two: DistributedDataParallel averages the gradients in buckets while
 ``backward`` still computes the others (common/sync/ddp.py); on GPUs over NCCL, with automatic mixed

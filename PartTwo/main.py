@@ -6,7 +6,8 @@ or on every machine, with its own --rank (0, 1, 2, 3):
 
     python PartTwo/main.py --master-ip 10.0.0.1 --num-nodes 4 --rank 0 --sync all_reduce
 
-To read the code, begin with docs/examples/four_ways.py: loop and gradients on one page.
+To read the code, begin with docs/examples/four_ways.py: loop and gradients on one page. Then read
+``run`` in common/experiment/run.py.
 
 What changes from Part One: each rank computes its share of every global batch. Between
 ``backward`` and the optimiser's step, the ranks average their gradients. Each strategy of --sync

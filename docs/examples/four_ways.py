@@ -1,7 +1,7 @@
 """Train VGG-11 in four ways, with the loop and the gradients in plain sight. Read it downward.
 
-    python docs/examples/four_ways.py                      # one process
-    python docs/examples/four_ways.py --sync all_reduce    # two ranks on this machine
+    python docs/examples/four_ways.py --dataset digits     # one process, no download
+    python docs/examples/four_ways.py --sync all_reduce    # two ranks on this machine, CIFAR-10
     python docs/examples/four_ways.py --sync ddp --master-ip 10.0.0.1 --num-nodes 4 --rank 0
 
 It is for CPUs. The weights equal those of PartOne, PartTwo or PartThree with --schedule constant.

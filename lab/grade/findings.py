@@ -51,8 +51,11 @@ def runner_findings() -> dict[str, OwnFinding]:
 
 
 def lesson_of(fault: str, own: Mapping[str, OwnFinding]) -> str:
-    """Return what to read about a fault: a lesson's title and page, or what the rubric says."""
-    if fault in own and own[fault].read:
+    """Return what to read about a fault: a lesson's title and page, or what the rubric says.
+
+    "" for a fault of the rubric's own that names nothing: no lesson is about it.
+    """
+    if fault in own:
         return own[fault].read
     explaining = [lesson for lesson in LESSONS if fault in lesson.faults]
     lesson = next(iter(explaining), LESSONS[_ANY_FAULT - 1])

@@ -77,7 +77,7 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
         why=why,
         look=look,
         faults=list(lost),
-        lessons=sorted({lesson_of(fault, rubric.findings) for fault in lost}),
+        lessons=sorted({lesson_of(fault, rubric.findings) for fault in lost} - {""}),
         script=seen.script,
         command="" if seen.refused else seen.command,
         changes=changes,

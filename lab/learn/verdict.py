@@ -47,6 +47,7 @@ def _judge(
 ) -> str | None:
     problem = (
         _before_training(ranks)
+        or _cleared(ranks)
         or _wrong_samples(ranks, global_batch)
         or _wrong_start(ranks)
         or _added_up(ranks)
@@ -72,6 +73,21 @@ def _before_training(ranks: Ranks) -> str | None:
             return f"rank {number}'s weights never change: call optimizer.step() in each step"
         if rank.foreign:
             return "the optimizer gets other parameters than those of the model that computes"
+    return None
+
+
+def _is_cleared(step: ProgramStep) -> bool:
+    return step.used is not None and bool(step.own.any()) and not step.used.any()
+
+
+def _cleared(ranks: Ranks) -> str | None:
+    """Say whether an optimiser gets zeros in place of what backward has computed."""
+    for number, rank in enumerate(ranks):
+        if all(map(_is_cleared, rank.steps)):
+            return (
+                f"rank {number}'s optimizer gets zeros, so the weights never change: zero_grad() "
+                "comes after backward() and before step(). Call it before backward()"
+            )
     return None
 
 

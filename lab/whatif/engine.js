@@ -526,7 +526,6 @@ const Engine = (() => {
     const backward = [];
     const gathers = [];
     const later = [];
-    const often = new Map();
     for (const operation of operations) {
       const line = lineFor(setting, lines, operation, ranks);
       if (operation.needed !== null) {
@@ -535,7 +534,6 @@ const Engine = (() => {
         backward.push(messageOf(line, readyShare(readiness, operation.ready)));
       } else {
         later.push(line);
-        often.set(line, (often.get(line) || 0) + 1);
       }
     }
     return {
@@ -547,7 +545,7 @@ const Engine = (() => {
       gathers, // in the order of the next forward, which waits for them
       forward: [...gathers].reverse(), // the same in a mirror: from the end of forward
       later, // lines that begin after backward
-      often, // each of them once, with how often it comes
+      laterSums: addedUp(setting, later),
       laterSeconds: 0, // on the network at hand
       beside: [...new Set([...backward, ...gathers].map(({ line }) => line))],
       updateShare: plan.shards_update ? 1 / ranks : 1,
@@ -572,6 +570,43 @@ const Engine = (() => {
       speed: 1,
     }));
   };
+
+  /**
+   * Return fewer lines that take as long as these, one after the other, each with how often.
+   *
+   * Lines that share no link and have no floor take seconds that are linear in what they load, so
+   * one with the sums stands for all of a kind.
+   */
+  const addedUp = (setting, lines) => {
+    const sums = new Map();
+    const alone = new Map();
+    for (const line of lines) {
+      if (line.sharesLink || rateOf(setting.costs.network, line.kind).floor) {
+        alone.set(line, (alone.get(line) || 0) + 1);
+        continue;
+      }
+      const sum = remembered(sums, line.kind, () => noLoad(line));
+      const [load] = sum.stages;
+      for (const found of line.stages) {
+        load.between += line.count * found.between;
+        load.linkBytes += line.count * found.linkBytes;
+      }
+      sum.starts += line.count * line.starts;
+      sum.added += line.count * line.added;
+      sum.copied += line.count * line.copied;
+    }
+    for (const sum of sums.values()) alone.set(sum, 1);
+    return [...alone].map(([line, times]) => ({ line, times }));
+  };
+
+  const noLoad = (line) => ({
+    ...line,
+    count: 1,
+    stages: [{ between: 0, linkBytes: 0, onRank: 0 }],
+    starts: 0,
+    added: 0,
+    copied: 0,
+  });
 
   /**
    * Set when each message ends, if all start at once and two at a time share the link, and its
@@ -613,7 +648,7 @@ const Engine = (() => {
     for (const message of schedule.backward) message.seconds = message.line.seconds;
     sendInPairs(schedule.gathers);
     schedule.laterSeconds = 0;
-    for (const [line, times] of schedule.often) {
+    for (const { line, times } of schedule.laterSums) {
       schedule.laterSeconds += times * lineSeconds(line, network);
     }
   };

@@ -68,6 +68,7 @@ class Checked:
 def run_checks(recordings: Sequence[Recording]) -> Checked:
     """Run all checks on all runs."""
     found: list[Finding] = []
+    seen: list[Finding] = []
     said: dict[Right | Unknown, set[int]] = defaultdict(set)  # by sentence, on how many ranks
     for recording in recordings:
         findings = []
@@ -77,6 +78,7 @@ def run_checks(recordings: Sequence[Recording]) -> Checked:
             else:
                 said[outcome].add(recording.size)
         found += without_explained(findings)
+        seen += findings
     found += notices.compare(recordings)
     resolved = gradients.resolve(found, recordings)
     findings = merge([finding for finding in resolved if not finding.condition])
@@ -85,17 +87,31 @@ def run_checks(recordings: Sequence[Recording]) -> Checked:
         [finding for finding in resolved if finding.condition and finding.name not in names]
     )
     sizes = {recording.size for recording in recordings}
-    return Checked(findings, possible, _properties(findings, said, sizes))
+    return Checked(
+        findings, possible, _properties([*findings, *_implied(findings, seen)], said, sizes)
+    )
+
+
+def _implied(findings: Sequence[Finding], seen: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield what was seen, for certain, and follows from the findings."""
+    explained = _explained(findings)
+    for finding in seen:
+        if finding.name in explained and not finding.condition:
+            yield finding
 
 
 def _properties(
     findings: Sequence[Finding], said: Mapping[Right | Unknown, set[int]], sizes: set[int]
 ) -> list[PropertyRow]:
-    """Return what is said of each property."""
+    """Return what is said of each property.
+
+    findings : with those that others explain: what follows from a fault is broken as well.
+    """
     broken: dict[str, list[str]] = defaultdict(list)
     for finding in findings:
-        if finding.entry.broken:
-            broken[finding.entry.broken].append(finding.entry.title)
+        entry = finding.entry
+        if entry.broken and entry.title not in broken[entry.broken]:
+            broken[entry.broken].append(entry.title)
     held: dict[str, list[str]] = defaultdict(list)
     unseen: dict[str, list[str]] = defaultdict(list)
     for told, on_ranks in said.items():

@@ -25,6 +25,7 @@ SLOW_RATE = "40mbit"
 FAULTS = (("kill", 1, 1), ("pause", 2, 2), ("slow", 1, None))
 # Sync times on the slow link over those before (AMD EPYC, 2 virtual cores, torch 2.14).
 RECORDED_RATIO = 5.1
+_SIZES = (NODES, 2, 4)  # of runs whose last lines are known
 _BEGIN_SECONDS = 60.0
 _LONGEST_LIMIT = 60.0
 
@@ -72,17 +73,18 @@ def _check_by_hand(student: Namespace, path: Path) -> None:
             f"the process group's limit is {found}: give it LIMIT_SECONDS. Without one the ranks "
             "wait for half an hour, and one shorter than a step stops them for nothing"
         )
-    step = "rank {} step 5 sync 0.109 s"
-    gives_up = "rank {} gives up: Timed out waiting 6000ms for recv operation to complete"
-    for culprit in (None, 0, 1, 2):
-        lines = [step if culprit in (None, rank) else gives_up for rank in range(NODES)]
-        printed = [line.format(rank) for rank, line in enumerate(lines)]
+    steps = "rank {} step 5 sync 0.109 s\n  rank {} step 6 sync 0.112 s"
+    gives_up = "rank {} gives up: Connection closed by peer"
+    cases = [(size, culprit) for size in _SIZES for culprit in (None, *range(size))]
+    for size, culprit in cases:
+        lines = [steps if culprit in (None, rank) else gives_up for rank in range(size)]
+        printed = [line.replace("{}", str(rank)) for rank, line in enumerate(lines)]
         found = _find_culprit(student, printed)
         if found != culprit or isinstance(found, bool):
             told = "\n  ".join(printed)
             raise Mistake(
-                f"find_culprit returns {found}, and must {culprit}, if the ranks' last lines are\n"
-                f"  {told}"
+                f"find_culprit returns {found}, and must {culprit}, if the last lines of {size} "
+                f"ranks are\n  {told}"
             )
 
 

@@ -19,24 +19,26 @@ from common.distributed.collectives import gather_states
 from common.distributed.process_group import current_world
 from common.models import build_model
 from common.utils.gradient_fit import EXACT
-from lab.evidence import near
 from lab.learn.causes import told
+from lab.learn.program import flat_gradients
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile, shown
 
-SIZES = (2, 4)
+# Ranks, and micro-batches of a step.
+SIZES = ((2, 4), (4, 2))
 _Batch = tuple[Tensor, Tensor]
 
 
 def check(student: StudentFile, say: Say) -> float:
     """Check lesson 11; return the messages of VGG-11's step under DDP."""
-    for size in SIZES:
-        ranks = student.on_ranks(size, _train_watched, limit_seconds=90)
+    for size, micro_batches in SIZES:
+        ranks = student.on_ranks(size, _train_watched, micro_batches, limit_seconds=90)
+        where = f"on {size} ranks, with MICRO_BATCHES = {micro_batches}"
         problem = _wrong_training(ranks) or _wrong_checkpoint(ranks)
         if problem:
-            raise Mistake(f"on {size} ranks {problem}")
+            raise Mistake(f"{where}, {problem}")
         say(
-            f"on {size} ranks DDP sends with the last micro-batch of each step alone, the weights "
-            "are those of one process on the whole batches, and it can load the checkpoint"
+            f"{where}, DDP sends with the last micro-batch of each step alone, the weights are "
+            "those of one process on the whole batches, and it can load the checkpoint"
         )
     [buckets] = student.on_ranks(1, _buckets_of_vgg11, limit_seconds=90)
     sizes = ", ".join(f"{nbytes / 1e6:.1f}" for nbytes in buckets)
@@ -50,8 +52,8 @@ class DdpTraining(NamedTuple):
     wrapped : how many times DDP was built.
     micro_batches : of a step.
     messages : DDP's messages with each micro-batch's backward.
-    start, first, end : the weights before and after the first step, and at the end.
-    one_process : the last two of one process on the whole batches.
+    gradient, end : what the first update got, and the weights at the end.
+    one_process : the same two of one process on the whole batches.
     names : in the file that this rank wrote; None if it wrote none.
     saved : the weights in that file.
     own_names : those of the network without DDP.
@@ -60,8 +62,7 @@ class DdpTraining(NamedTuple):
     wrapped: int
     micro_batches: int
     messages: list[int]
-    start: NDArray
-    first: NDArray
+    gradient: NDArray
     end: NDArray
     one_process: tuple[NDArray, NDArray]
     names: list[str] | None
@@ -103,22 +104,21 @@ def _wrong_training(ranks: Sequence[DdpTraining]) -> str | None:
 
 
 def _unlike_one_process(rank: DdpTraining) -> str | None:
-    """Say how the weights differ from those of one process on the whole batches."""
-    first, end = rank.one_process
-    if _apart(rank.end, end) < EXACT:
-        return None
-    moved = rank.first - rank.start
-    right = first - rank.start
-    times = float(moved @ right / (right @ right))
-    if near(times, 1):
+    """Say how the training differs from that of one process on the whole batches."""
+    gradient, end = rank.one_process
+    if _apart(rank.gradient, gradient) > EXACT:
+        times = float(rank.gradient @ gradient / (gradient @ gradient))
+        return (
+            f"the first step's gradient is {times:.3g} times that of one process on the whole "
+            "batch. backward() adds up the gradients of a step's micro-batches, and the step needs "
+            "their mean: divide each loss by MICRO_BATCHES"
+        )
+    if _apart(rank.end, end) > EXACT:
         return (
             f"the weights end {_apart(rank.end, end):.1e} of their norm away from one process's: "
             "is each step's gradient forgotten before the next one?"
         )
-    return (
-        f"the first update is {times:.3g} times that of one process on the whole batch. backward() "
-        "adds up the gradients of a step's micro-batches, and the step needs their mean"
-    )
+    return None
 
 
 def _wrong_checkpoint(ranks: Sequence[DdpTraining]) -> str | None:
@@ -139,34 +139,36 @@ def _wrong_checkpoint(ranks: Sequence[DdpTraining]) -> str | None:
     return None
 
 
-def _train_watched(student: Namespace) -> DdpTraining:
+def _train_watched(student: Namespace, micro_batches: int) -> DdpTraining:
     """Train for an epoch and save, and record what DDP did; then train as one process does."""
+    student["train"].__globals__["MICRO_BATCHES"] = micro_batches
     messages: list[int] = []
     batches: list[_Batch] = []
     starts: list[NDArray] = []
-    weights: list[NDArray] = []
+    gradients: list[NDArray] = []
 
-    def after_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         [group] = optimizer.param_groups
-        weights.append(_flat(group["params"]))
+        used = [parameter.grad for parameter in group["params"]]
+        gradients.append(_flat(gradient for gradient in used if gradient is not None))
 
-    hook = optimizer_hooks.register_optimizer_step_post_hook(after_update)
+    hook = optimizer_hooks.register_optimizer_step_pre_hook(before_update)
     with _ddp_watched(messages, starts), _batches_noted(batches, messages):
         _, model = student["train"](1)
     hook.remove()
-    if not weights:
+    if not gradients:
         raise Mistake("optimizer.step() is never called")
     own = student["build_model"]()
     names, saved = _saved(student, model)
-    start = starts[0] if starts else weights[0]
+    end = _flat(model.parameters())
+    start = starts[0] if starts else end
     return DdpTraining(
         wrapped=len(starts),
-        micro_batches=student["MICRO_BATCHES"],
+        micro_batches=micro_batches,
         messages=messages,
-        start=start,
-        first=weights[0],
-        end=weights[-1],
-        one_process=_one_process(student, own, start, batches),
+        gradient=gradients[0],
+        end=end,
+        one_process=_one_process(own, start, batches, micro_batches, student["LEARNING_RATE"]),
         names=names,
         saved=saved,
         own_names=list(own.state_dict()),
@@ -233,18 +235,18 @@ def _saved(student: Namespace, model: nn.Module) -> tuple[list[str] | None, NDAr
 
 
 def _one_process(
-    student: Namespace, model: nn.Module, start: NDArray, own: Sequence[_Batch]
+    model: nn.Module, start: NDArray, own: Sequence[_Batch], micro_batches: int, rate: float
 ) -> tuple[NDArray, NDArray]:
-    """Return the weights after the first step and at the end of one process on whole batches.
+    """Return the first gradient and the last weights of one process on whole batches.
 
+    start : the weights to begin with.
     own : this rank's micro-batches. Collective.
     """
     world = current_world(torch.device("cpu"))
     everybody = gather_states(world, {"batches": list(own)})
     nn.utils.vector_to_parameters(torch.tensor(start), model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=student["LEARNING_RATE"])
-    micro_batches = student["MICRO_BATCHES"]
-    weights: list[NDArray] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    gradients: list[NDArray] = []
     for begin in range(0, len(own), micro_batches):
         together: list[_Batch] = []
         for rank in everybody:
@@ -252,9 +254,9 @@ def _one_process(
         images, labels = map(torch.cat, zip(*together, strict=True))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()
+        gradients.append(flat_gradients(model).numpy())
         optimizer.step()
-        weights.append(_flat(model.parameters()))
-    return weights[0], weights[-1]
+    return gradients[0], _flat(model.parameters())
 
 
 def _buckets_of_vgg11(_names: Namespace) -> list[int]:
@@ -282,7 +284,7 @@ def _mean(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def _flat(tensors: Iterable[Tensor]) -> NDArray:
-    return parameters_to_vector([tensor.detach() for tensor in tensors]).numpy()
+    return parameters_to_vector(tensors).detach().numpy()
 
 
 def _apart(found: NDArray, right: NDArray) -> float:

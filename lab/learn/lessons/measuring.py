@@ -11,6 +11,7 @@ from lab.evidence import near
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile, shown, shown_call
 
 WARM_UP = 3
+_MORE_WARM_UP = 5
 STEPS = 40
 TRIES = 2000
 # A step's seconds in the calls to warm up, and later: all different, and one ten times as long.
@@ -30,6 +31,11 @@ def check(student: StudentFile, say: Say) -> None:
             f"{WARM_UP} to warm up, time_steps must return what each of {STEPS} steps took. It "
             f"called it {found.calls} times and returns {len(found.seconds)} values: "
             f"{found.seconds[19:22]} as numbers 20 to 22, not {_SECONDS[19:22]}. {_why(found)}"
+        )
+    if found.more_calls != _MORE_WARM_UP + STEPS:
+        raise Mistake(
+            f"time_steps(step, warmup={_MORE_WARM_UP}, steps={STEPS}) calls step() "
+            f"{found.more_calls} times, and must {_MORE_WARM_UP + STEPS} times: is `warmup` used?"
         )
     say(
         f"each of {STEPS} steps of unequal length is timed by itself, and the {WARM_UP} to warm up "
@@ -91,12 +97,14 @@ class Measured(NamedTuple):
     """What the student's functions made of known times.
 
     seconds, calls : the durations of a known step, and how often it was called.
+    more_calls : the same with more calls to warm up.
     covered : the share of intervals that hold the true median.
     intervals : of lists whose medians are known, the first of STEPS values.
     """
 
     seconds: list[Any]
     calls: int
+    more_calls: int
     covered: float
     intervals: Sequence[Interval]
 
@@ -107,7 +115,9 @@ def _why(found: Measured) -> str:
         return "Nothing calls step() between the two readings of the clock."
     if found.calls > WARM_UP + STEPS:
         return "Call step() once between the two readings of the clock."
-    if found.seconds and set(found.seconds) == {0.0}:
+    if len(found.seconds) != STEPS:
+        return "Return one value for each step, in the order of the steps."
+    if set(found.seconds) == {0.0}:
         return "Read the clock again after step(), and take the difference."
     if len(set(found.seconds)) == 1:
         return "All are equal: one clock around all steps hides the late one. Time each by itself."
@@ -119,8 +129,9 @@ def _why(found: Measured) -> str:
 def _measure(student: Namespace) -> Measured:
     """Let the student's functions measure what is known."""
     seconds, calls = _time_steps(student)
+    _, more_calls = _time_steps(student, _MORE_WARM_UP)
     intervals = [Interval(n, *_interval(student, _known_values(n))) for n in _LENGTHS]
-    return Measured(seconds, calls, _covered(student), intervals)
+    return Measured(seconds, calls, more_calls, _covered(student), intervals)
 
 
 def _known_values(n: int) -> list[float]:
@@ -140,17 +151,17 @@ def _interval(student: Namespace, seconds: list[float]) -> tuple[float, float, f
     return low, middle, high
 
 
-def _time_steps(student: Namespace) -> tuple[list[Any], int]:
+def _time_steps(student: Namespace, warmup: int = WARM_UP) -> tuple[list[Any], int]:
     """Return the durations of a step on a clock of its own, and its calls."""
     now = 0.0
     calls = 0
 
     def step() -> None:
         nonlocal now, calls
-        now += _WARM_UP_SECONDS if calls < WARM_UP else _SECONDS[(calls - WARM_UP) % STEPS]
+        now += _WARM_UP_SECONDS if calls < warmup else _SECONDS[(calls - warmup) % STEPS]
         calls += 1
 
-    seconds = student["time_steps"](step, warmup=WARM_UP, steps=STEPS, clock=lambda: now)
+    seconds = student["time_steps"](step, warmup=warmup, steps=STEPS, clock=lambda: now)
     if not isinstance(seconds, list):
         raise Mistake(f"time_steps returns {shown(seconds)}, and must return a list of seconds")
     if not all(isinstance(value, int | float) for value in seconds):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.profiling.comm_trace import MessageRecorder
-from lab.evidence import Evidence, near
+from lab.evidence import Evidence, judge_parameters, near
 from lab.learn.causes import cause_of, ends_with, parts_of, told
 from lab.learn.lessons.nodes import check_limits, print_seconds
 from lab.learn.program import flat_gradients
@@ -81,7 +81,7 @@ def _check_gradients(found: Sequence[TwoSteps]) -> None:
     for index in range(STEPS):
         after = torch.tensor(np.stack([averaged.gradients[index] for averaged in found]))
         parts = parts_of(after, _given(index, size), layers)
-        cause = _not_awaited(parts) if exchanged else None
+        cause = (_not_awaited(parts) or _undivided(parts)) if exchanged else None
         cause = cause or cause_of(parts, exchanged=exchanged)
         if cause and index:
             cause = f"step 1 is right, and in step 2 (is `missing` counted anew?) {cause}"
@@ -101,6 +101,20 @@ def _not_awaited(parts: Mapping[str, Evidence]) -> str | None:
                 "Wait for each bucket's work in `finish`, before you divide.",
             )
     return None
+
+
+def _undivided(parts: Mapping[str, Evidence]) -> str | None:
+    """Say whether the ranks end with the sum: never divided, or before it has arrived."""
+    judgement = judge_parameters(parts)
+    if judgement.finding != "sum-not-mean":
+        return None
+    name, part = next((name, part) for name, part in parts.items() if not part.right)
+    return told(
+        judgement.finding,
+        "a bucket's sum is not divided, or was divided before it arrived",
+        ends_with(name, part),
+        "Divide by the number of ranks in `finish`, after the bucket's work has been waited for.",
+    )
 
 
 def _check_messages(averaged: TwoSteps, *, rank: int, size: int) -> None:

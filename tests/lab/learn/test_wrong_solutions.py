@@ -8,13 +8,13 @@ import pytest
 from lab.learn.course import LESSONS
 from lab.learn.student_file import Mistake, StudentFile
 from tests.lab.learn.solutions import solve
-from tests.lab.learn.wrong_solutions import DDP, LESSON_3, OTHERS
+from tests.lab.learn.wrong_solutions import DDP, LATER, LESSON_3, OTHERS
 
 LESSON = {lesson.number: lesson for lesson in LESSONS}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", [*LESSON_3, *OTHERS, *DDP], ids=str)
+@pytest.mark.parametrize("wrong", [*LESSON_3, *OTHERS, *LATER, *DDP], ids=str)
 def test_a_wrong_solution_is_told_its_cause(wrong, tmp_path):
     solve(3, tmp_path)  # lessons 4 and 5 load it
     student = StudentFile(solve(wrong.lesson, tmp_path, wrong.blanks, wrong.edit))

@@ -720,6 +720,41 @@ BATCHNORM = of_lesson(
         ),
     },
 )
+LATER = [
+    WrongSolution(
+        "cleared before the step",
+        2,
+        ("rank 0's optimizer gets zeros", "zero_grad"),
+        edit=(
+            "optimizer.zero_grad()\n            loss.backward()",
+            "loss.backward()\n            optimizer.zero_grad()",
+        ),
+    ),
+    WrongSolution(
+        "divided before the sum is there",
+        6,
+        ("was divided before it arrived", "sum-not-mean"),
+        {2: "flat.div_(dist.get_world_size()); work.wait()", 3: "1"},
+    ),
+    WrongSolution(
+        "its own number of calls to warm up",
+        8,
+        ("calls step\\(\\) 43 times, and must 45",),
+        edit=("range(warmup)", "range(3)"),
+    ),
+    WrongSolution(
+        "only if two gave up",
+        10,
+        ("returns None, and must 0, if the last lines of 2",),
+        {0: "gave_up.index(False) if sum(gave_up) == 2 else None"},
+    ),
+    WrongSolution(
+        "the shortest text",
+        10,
+        ("find_culprit returns",),
+        {0: "min(range(len(printed)), key=lambda r: len(printed[r])) if any(gave_up) else None"},
+    ),
+]
 DDP = [
     *of_lesson(
         11,
@@ -727,14 +762,12 @@ DDP = [
             "not wrapped": ({0: "build_model()"}, "line 46 of 11_ddp.py.*no_sync"),
             "every micro-batch": (
                 {1: "contextlib.nullcontext()"},
-                "47 messages come too early, 48 with the last",
+                "143 messages come too early, 48 with the last",
                 "needless-communication",
             ),
-            "the sum": ({2: "1"}, "the first update is 2 times"),
-            "the world size": (
-                {2: "dist.get_world_size()"},
-                "on 4 ranks the first update is 0.5 t",
-            ),
+            "the sum": ({2: "1"}, "on 2 ranks.*the first step's gradient is 4 times"),
+            "the world size": ({2: "dist.get_world_size()"}, "on 2 ranks.* gradient is 2 times"),
+            "a literal": ({2: "2"}, "MICRO_BATCHES = 4, the first step's gradient is 2 times"),
             "all write": ({3: "True"}, "2 ranks write the checkpoint"),
             "nobody writes": ({3: "False"}, "0 ranks write the checkpoint"),
             "DDP's names": ({4: "model.state_dict()"}, "module.0.weight", "attribute `module`"),
@@ -743,6 +776,13 @@ DDP = [
                 "the checkpoint holds other weights",
             ),
         },
+    ),
+    WrongSolution(
+        "the learning rate in place of the loss",
+        11,
+        ("the first step's gradient is 4 times",),
+        {2: "1"},
+        ("lr=LEARNING_RATE", "lr=LEARNING_RATE / MICRO_BATCHES"),
     ),
     WrongSolution(
         "beside DDP",
