@@ -233,8 +233,7 @@ def tracebacks(log: Log) -> list[list[Episode]]:
     latest: dict[str, list[Episode]] = {}
     taken: set[int] = set()
     for place in log.raising:
-        begins = _BEGINS.search(log.line(place).body)
-        if not begins or place in taken:
+        if place in taken or not _BEGINS.search(log.line(place).body):
             continue
         for episode in _read_traceback(log, place, taken):
             errors = latest.get(episode.line.stream, [])
