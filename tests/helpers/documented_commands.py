@@ -71,8 +71,8 @@ CHECKS = {
     r"gpu\.py .*batchnorm$|--data-dir data$": Elsewhere("needs a GPU"),
     "--gpu_ids": Elsewhere("needs the GPUs that it names"),
     # lessons: a skeleton with blanks is not right yet
-    r"lab learn \d --check": Elsewhere("tests/lab/learn checks the solution of every lesson"),
-    " learn/0": Elsewhere("tests/lab/learn runs the solutions, and draws"),
+    r"lab learn \d+ --check": Elsewhere("tests/lab/learn checks the solution of every lesson"),
+    r" learn/\d\d_": Elsewhere("tests/lab/learn runs the solutions, and draws"),
     "--predict ANSWER": Elsewhere("ANSWER stands for the student's own number; tests/lab/learn"),
     "main_gather": Elsewhere("tests/lab/learn/test_your_own_program.py runs and audits it"),
     "lab learn": quick(prints=r"Wrote learn/|stays as it is|Kept: "),
