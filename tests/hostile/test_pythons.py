@@ -186,6 +186,7 @@ def lab_in(folder, *words, seconds=180):
     )
 
 
+@pytest.mark.slow
 def test_nothing_of_the_current_folder_is_imported(tmp_path):
     here, told = hostile_folder(tmp_path)
     student = tmp_path / "class/ada/part2"

@@ -417,6 +417,7 @@ def test_what_a_students_file_does_to_the_runner_earns_nothing(own_course, name)
     assert checked(load_rubric("week5.toml"), "average", script, 2)[1] in (None, 0)
 
 
+@pytest.mark.slow
 def test_a_driver_can_be_tried_by_hand(own_course):
     words = ["week5.py", "average", "submissions/bob/average.py", "--ranks", "3"]
     done = subprocess.run(
