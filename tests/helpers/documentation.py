@@ -9,6 +9,7 @@ import io
 import re
 import shlex
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -19,7 +20,15 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PREDICTED = re.compile(
     r"^```bash\n(lab predict [^\n]+)\n```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-_KNOWN_ERRORS = re.compile(r"(?<=^\| kind \| errors \|\n\| -- \| -- \|\n)(\|.*\n)+", re.MULTILINE)
+_KNOWN_ERRORS = re.compile(
+    r"(?<=^\| kind \| errors \| what they are \|\n\| -- \| -- \| -- \|\n)(\|.*\n)*", re.MULTILINE
+)
+_KINDS = {
+    "cause": "why a run fails",
+    "symptom": "what a rank meets; its reason may be in another rank's output",
+    "echo": "what another failure leads to, or a launcher's report of it",
+    "note": "what looks like a failure and is none",
+}
 _FINDINGS = re.compile(
     r"(?<=^\| finding \| severity \| an edit that makes it \| scripts \| not told from \|\n"
     r"\| -- \| -- \| -- \| -- \| -- \|\n)(\|.*\n)*",
@@ -138,8 +147,8 @@ def with_copies(text):
     """Return a page with today's known errors, findings and outputs of `lab predict`."""
     from lab.explain.diagnosis import KINDS, known_errors
 
-    titles = {kind: [one.title for one in known_errors() if one.kind == kind] for kind in KINDS}
-    rows = "".join(f"| {kind} | {'; '.join(names)} |\n" for kind, names in titles.items())
+    counts = Counter(error.kind for error in known_errors())
+    rows = "".join(f"| {kind} | {counts[kind]} | {_KINDS[kind]} |\n" for kind in KINDS)
     text = _KNOWN_ERRORS.sub(lambda _: rows, text)
     text = _FINDINGS.sub(lambda _: findings_table(), text)
     text = _SIDES.sub(sides, text)
