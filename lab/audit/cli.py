@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -134,6 +135,9 @@ def check_flags(args: argparse.Namespace, command: AuditCommand) -> None:
     program = command.words[0]
     if program.endswith(".py") and shutil.which(program) is None:
         raise UserError(f"{program} is no program. Type: {_whole_command([], command.words)}")
+    beside = Path(sys.executable).with_name(program)
+    if shutil.which(program) is None and beside.is_file():
+        raise UserError(f"{program} is not on the PATH: activate its environment, or give {beside}")
     if shutil.which(program) is None:
         raise UserError(
             f"{program} cannot be started: there is no such program. Give the command as "

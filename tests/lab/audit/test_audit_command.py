@@ -105,6 +105,13 @@ def test_what_cannot_be_audited_is_told_on_one_line(tmp_path, refusal, words, me
     assert message in refusal(*shlex.split(words))
 
 
+def test_a_program_of_an_environment_that_is_not_active_is_named(monkeypatch, refusal):
+    monkeypatch.setenv("PATH", "/nowhere")
+    told = refusal("--", "torchrun", "train.py")
+    assert "not on the PATH" in told
+    assert str(Path(sys.executable).with_name("torchrun")) in told
+
+
 WRONG_SCRIPTS = {  # by what the script lacks: its code, the line and the known error
     "rank": ("import os\ndef f():\n    os.environ['RANK']\nf()", 3, "no_environment"),
     "class": (
