@@ -4,6 +4,8 @@ import json
 import platform
 import shlex
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
