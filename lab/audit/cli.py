@@ -132,17 +132,7 @@ def check_flags(args: argparse.Namespace, command: AuditCommand) -> None:
     ):
         if value is not None and not value > 0:  # as NaN is not
             raise UserError(f"{flag}: got {value}; give more than 0")
-    program = command.words[0]
-    if program.endswith(".py") and shutil.which(program) is None:
-        raise UserError(f"{program} is no program. Type: {_whole_command([], command.words)}")
-    beside = Path(sys.executable).with_name(program)
-    if shutil.which(program) is None and beside.is_file():
-        raise UserError(f"{program} is not on the PATH: activate its environment, or give {beside}")
-    if shutil.which(program) is None:
-        raise UserError(
-            f"{program} cannot be started: there is no such program. Give the command as "
-            "in a shell, for example python main.py; use `sh -c '...'` for a shell's own syntax"
-        )
+    _check_program(command.words)
     if args.rate is not None and args.isolate is not None:
         raise UserError("--rate and --isolate exclude each other: give one of them")
     if args.rate is not None and not command.one_process_a_rank:
@@ -152,6 +142,21 @@ def check_flags(args: argparse.Namespace, command: AuditCommand) -> None:
             "--master-port {port} train.py"
         )
     _check_output(args)
+
+
+def _check_program(words: Sequence[str]) -> None:
+    program = words[0]
+    if shutil.which(program) is not None:
+        return
+    if program.endswith(".py"):
+        raise UserError(f"{program} is no program. Type: {_whole_command([], words)}")
+    beside = Path(sys.executable).with_name(program)
+    if beside.is_file():
+        raise UserError(f"{program} is not on the PATH: activate its environment, or give {beside}")
+    raise UserError(
+        f"{program} cannot be started: there is no such program. Give the command as in a shell, "
+        "for example python main.py; use `sh -c '...'` for a shell's own syntax"
+    )
 
 
 def _check_ranks(args: argparse.Namespace) -> None:
