@@ -225,12 +225,6 @@ for _ in range(9):
 """,
 }
 ERROR_AFTER_THE_CUT = "it = iter(loader)\nfor _ in range(12): step(*next(it))"
-HANGS_AFTER_THE_CUT = """
-import threading, time
-threading.Thread(target=time.sleep, args=(1000,)).start()
-while True:
-    for x, y in loader: step(x, y)
-"""
 
 
 @pytest.mark.parametrize(
@@ -238,7 +232,6 @@ while True:
     [
         *(pytest.param(loop, False, id=name) for name, loop in LOOPS.items()),
         pytest.param(ERROR_AFTER_THE_CUT, True, marks=pytest.mark.long),
-        pytest.param(HANGS_AFTER_THE_CUT, False, marks=pytest.mark.long),
     ],
 )
 def test_every_loop_ends_in_good_order(loop, cold, tmp_path):
@@ -247,6 +240,19 @@ def test_every_loop_ends_in_good_order(loop, cold, tmp_path):
     assert len(rank.of(Cut)) == 1
     assert STEPS <= len(rank.of(Backward)) <= STEPS + 1
     assert all(one.after_cut for one in (*rank.of(Error), rank.of(ProcessEnd)[-1]))
+
+
+@pytest.mark.long
+def test_a_process_that_stays_after_the_cut_is_ended_and_has_no_status(tmp_path):
+    script = """
+import threading, time
+threading.Thread(target=time.sleep, args=(1000,)).start()
+while True:
+    for x, y in DataLoader(data, 4): step(x, y)
+"""
+    (rank,) = audit(script, tmp_path, status=None).recording.ranks
+    assert len(rank.of(Cut)) == 1
+    assert STEPS <= len(rank.of(Backward)) <= STEPS + 1
 
 
 def test_errors_are_recorded_with_their_line(tmp_path):
