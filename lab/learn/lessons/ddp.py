@@ -92,8 +92,8 @@ def _wrong_training(ranks: Sequence[DdpTraining]) -> str | None:
     if early:
         return told(
             "needless-communication",
-            "DDP sends with every micro-batch",
-            f"{early} messages come too early, {sum(last)} with the last micro-batch of a step",
+            "DDP sends before the last micro-batch of a step",
+            f"{early} messages come too early, {sum(last)} with the last micro-batches",
             "Only the last one of a step must: use model.no_sync() for the others.",
         )
     for rank in ranks[1:]:
