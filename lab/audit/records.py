@@ -128,6 +128,7 @@ class CollectiveCall(LineRecord, tag="call"):
     name: str
     step: int
     content: Literal["gradient", "weights", "other"] | None = None
+    parameter: int | None = None
     op: str | None = None
     size: int | None = None
     group: CallGroup | None = None

@@ -3,6 +3,7 @@
 ``Replicas`` holds what all ranks have recorded of one optimiser; gradient_fit.py reads it as well.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -15,7 +16,6 @@ from lab.audit.findings.where import (
     averages_weights,
     first_line,
     first_step_apart,
-    in_step,
     lasting_optimizers,
     recording_exchanges,
 )
@@ -97,9 +97,9 @@ def _loads(recording: Recording) -> Iterator[Outcome]:
         yield Right("loads", f"{count(len(loads), 'load_state_dict')} found the model's keys")
 
 
-def _loaded(recording: Recording, step: int) -> Finding | None:
-    """Return that some ranks load weights more often than others after a number of steps."""
-    loads = [in_step(rank.of(Load), step) for rank in recording.ranks]
+def _loaded(replicas: "Replicas", step: int) -> Finding | None:
+    """Return that some ranks load weights more often than others right before a step."""
+    loads = [_loads_before(rank, replicas.optimizer, step) for rank in replicas.recording.ranks]
     most, fewest = max(loads, key=len), min(loads, key=len)
     if len(most) == len(fewest):
         return None
@@ -110,6 +110,17 @@ def _loaded(recording: Recording, step: int) -> Finding | None:
         rank=loads.index(most),
         other=loads.index(fewest),
     )
+
+
+def _loads_before(rank: RankRecords, optimizer: int, step: int) -> list[Load]:
+    """Return what a rank loads between an optimiser's weights of a step and those before it."""
+    times = [
+        record.t
+        for record in rank.of(Weights)
+        if record.optimizer_number == optimizer and record.step <= step
+    ]
+    previous, now = [-math.inf, *times][-2:]
+    return [load for load in rank.of(Load) if previous < load.t < now]
 
 
 class Replicas:
@@ -230,7 +241,7 @@ def _starts_apart(replicas: Replicas) -> bool:
 def _different_start(replicas: Replicas) -> Finding:
     spread = replicas.spread(0)
     names = [replicas.names[index] for index in np.argsort(-spread) if spread[index] > START]
-    return _loaded(replicas.recording, 0) or found(
+    return _loaded(replicas, 0) or found(
         "different-start",
         replicas.model_line or replicas.optimizer_line,
         different=len(names),
@@ -307,7 +318,7 @@ def _name_divergence(replicas: Replicas, step: int) -> Finding:
     states = [record.state for record in replicas.records(Stepped).get(step - 1, [])]
     other = next((rank for rank, state in enumerate(states) if state != states[0]), None)
     by_state = other is not None and None not in states and equal_gradients
-    loaded = _loaded(replicas.recording, step) if equal_gradients else None
+    loaded = _loaded(replicas, step) if equal_gradients else None
     return loaded or found(
         "different-optimizer-state" if by_state else "weights-diverge",
         first_line(record.at for record in replicas.steps.get(step - 1, [])),

@@ -78,7 +78,8 @@ join     the script entered torch.distributed's Join: at
 call     a collective began: c, name, op, size (of its group), group (null for all ranks, else its
          [name, ranks]; of new_group [null, ranks of the new one]), bytes (that this rank gives, or
          gets if it gives none), dtype and shape (of the first tensor), step, peer (src, dst or
-         null), async, content ("gradient", "weights" or "other"), within ("forward" if a model's
+         null), async, content ("gradient", "weights" or "other"), parameter (the serial of the
+         first one of a gradient, or null), within ("forward" if a model's
          that trains is under way, "backward" or null), world (the number of ranks that
          init_process_group waits for, or null), meets (where it meets them: "address:port" or its
          init_method; null for a store of the script), at. init_process_group and new_group are

@@ -148,12 +148,12 @@ class GradientWatch:
     its parameters too.
 
     known : the own gradients by parameter, as far as they can be seen.
+    serials : by tensor, the number of its own, the same in all optimisers.
     last_seconds : time.monotonic() when the latest gradient arrived.
     backward : the number of backward passes so far.
     alone : within torch.autograd.grad, which leaves ``.grad`` as it is.
     _of : what is known of each optimiser.
     _made : by parameter, the script's line that made its model.
-    _serials : by tensor, the number of its own, the same in all optimisers.
     _outermost : the optimiser whose step is under way, as called by the script.
     _sampled : what its record ``step`` will say of gradients.
     _final : nothing can change these gradients before the update any more.
@@ -171,7 +171,7 @@ class GradientWatch:
         self.alone = False
         self._of: Any = weakref.WeakKeyDictionary()
         self._made: Any = WeakTensorKeyDictionary()
-        self._serials: Any = WeakTensorKeyDictionary()
+        self.serials: Any = WeakTensorKeyDictionary()
         self._next_serial = itertools.count()
         self._next_number = itertools.count()
         self._outermost: Optimizer | None = None
@@ -239,7 +239,7 @@ class GradientWatch:
         """Count the backward pass, and write the weights before the first one of a step."""
         self.backward += 1
         for optimizer, watched in list(self._of.items()):
-            if watched.number is None and any(key in self._serials for key in watched.tensors):
+            if watched.number is None and any(key in self.serials for key in watched.tensors):
                 continue  # another one's parameters: perhaps it lies within that one
             self._write_parameters(optimizer)
 
@@ -416,7 +416,7 @@ class GradientWatch:
             dtype = str(tensor.dtype)[len("torch.") :]
             # drawn in vain if the tensor has one, from another optimiser: they need only differ
             new_serial = next(self._next_serial)
-            serial = self._serials.setdefault(tensor, new_serial)
+            serial = self.serials.setdefault(tensor, new_serial)
             rows.append([key, name, list(tensor.shape), dtype, tensor.numel(), serial])
         return rows
 

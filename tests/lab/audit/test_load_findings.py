@@ -4,6 +4,7 @@ import pytest
 
 from lab.audit.findings.finding import Right
 from lab.audit.findings.weights import check
+from lab.audit.records import Load, Weights
 from tests.lab.audit.recordings import mean, train
 
 
@@ -62,3 +63,13 @@ def test_weights_that_part_by_an_update_are_not_said_to_be_loaded(step, ranks, n
     for rank in ranks:
         load(run.ranks[rank], step=step)
     assert told(run)[0] == [name]
+
+
+@pytest.mark.parametrize(("before", "name"), [(True, "loads-differ"), (False, "different-start")])
+def test_a_load_after_steps_of_another_model_explains_a_different_start(before, name):
+    run = train(size=2)
+    first = run.ranks[1].of(Weights)[0]
+    run.ranks[1]._numbers[slice(first.values[0], first.values[0] + 50)] += 1
+    load(run.ranks[1], step=20)
+    run.ranks[1].of(Load)[0].t = first.t - 1 if before else first.t + 1
+    assert told(run)[0][0] == name
