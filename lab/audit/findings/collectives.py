@@ -219,7 +219,8 @@ def _mispaired(ranks: list[_Rank]) -> Iterator[Finding]:
     """Yield the first collective of two ranks that meets gradients of different parameters."""
     for one, other in combinations(ranks, 2):
         for queue, calls in list(one.queues.items()):
-            for number, (left, right) in enumerate(zip(calls, other.queues[queue]), 1):
+            pairs = zip(calls, other.queues[queue], strict=False)
+            for number, (left, right) in enumerate(pairs, 1):
                 mine = one.parameter(left)
                 theirs = other.parameter(right)
                 if mine is None or theirs is None or _is_one(mine, theirs):
