@@ -15,7 +15,7 @@ import numpy as np
 
 from common.say import listed
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, gravest
-from lab.audit.findings.where import POINT_TO_POINT, SETUP, recording_exchanges
+from lab.audit.findings.where import POINT_TO_POINT, SETUP, in_step, recording_exchanges
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import (
     Backward,
@@ -102,8 +102,10 @@ class _Rank:
     def __init__(self, records: RankRecords, hung: bool) -> None:
         self.number = records.rank
         self.steps = {step.step for step in records.of(Step)}
-        rows = [row for parameters in records.of(Parameters) for row in parameters.rows]
-        self._parameters = {row.tensor: row for row in rows}
+        self._parameters: dict[int, Parameter] = {}
+        for parameters in records.of(Parameters):
+            for row in parameters.rows:
+                self._parameters[row.tensor] = row
         calls = [
             record
             for record in takewhile(lambda record: not isinstance(record, Cut), records.records)
@@ -138,9 +140,11 @@ class _Rank:
 
     def leaves_out(self, parameter: Parameter, queue: Queue, step: int) -> bool:
         """Return whether it has done a step, and exchanged no gradient of a parameter in it."""
-        calls = [call for call in self.queues[queue] if call.step == step]
-        sent = [self.parameter(call) for call in calls]
-        return step in self.steps and not any(row and _is_one(row, parameter) for row in sent)
+        for call in in_step(self.queues[queue], step):
+            sent = self.parameter(call)
+            if sent is not None and _is_one(sent, parameter):
+                return False
+        return step in self.steps
 
     def lacks(self, other: "_Rank") -> bool:
         """Return whether the other one takes part in too few calls for this wait to end.

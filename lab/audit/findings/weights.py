@@ -114,12 +114,10 @@ def _loaded(replicas: "Replicas", step: int) -> Finding | None:
 
 def _loads_before(rank: RankRecords, optimizer: int, step: int) -> list[Load]:
     """Return what a rank loads between an optimiser's weights of a step and those before it."""
-    times = [
-        record.t
-        for record in rank.of(Weights)
-        if record.optimizer_number == optimizer and record.step <= step
-    ]
-    previous, now = [-math.inf, *times][-2:]
+    previous = now = -math.inf
+    for record in rank.of(Weights):
+        if record.optimizer_number == optimizer and record.step <= step:
+            previous, now = now, record.t
     return [load for load in rank.of(Load) if previous < load.t < now]
 
 
