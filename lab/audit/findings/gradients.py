@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.say import count, listed
-from common.utils.gradient_fit import fit
+from common.utils.gradient_fit import fit, norms
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.gradient_fit import Update
 from lab.audit.findings.weights import SAME, Replicas
@@ -349,7 +349,7 @@ def _rows(seen: _Seen) -> Outcome:
     if all_own and (mixing := _mixing_weights(seen)):
         line = exchange_line(recording, mixing[0].step)
         return seen.found("weights-averaged", line, kind="exchanged", sure=False, mixed=len(mixing))
-    return _in_some_steps(seen, all_own) or _what_each_gets(seen, all_own)
+    return _lost_result(seen) or _in_some_steps(seen, all_own) or _what_each_gets(seen, all_own)
 
 
 def _bypassed(seen: _Seen) -> Finding:
@@ -359,6 +359,28 @@ def _bypassed(seen: _Seen) -> Finding:
         backward_line(seen.recording),
         kind="always" if len(seen.bad) == len(seen.updates) else "some",
         built=count(len(seen.recording.ranks[0].of(DdpBuilt)), "time"),
+    )
+
+
+def _lost_result(seen: _Seen) -> Finding | None:
+    """Return that a rank gets zeros for some parameters, while another gets the mean of all."""
+    first = seen.bad[0]
+    apart = norms(first.got - first.mean, first.columns)  # (ranks, parameters)
+    is_mean = apart <= 10 * first.misfit * norms(first.mean[None], first.columns)
+    is_zero = norms(first.got, first.columns) == 0
+    gets_all = is_mean.all(axis=1)
+    if not gets_all.any() or not (is_mean | is_zero).all() or not is_mean.any(axis=1).all():
+        return None
+    rank = int(gets_all.argmin())
+    lost = np.array(first.names)[is_zero[rank]]
+    return seen.found(
+        "result-lost",
+        seen.line,
+        rank=rank,
+        other=int(gets_all.argmax()),
+        some=len(lost),
+        every=len(first.names),
+        names=listed(lost.tolist(), most=3),
     )
 
 
