@@ -124,7 +124,11 @@ def _network_text(scenario: Scenario, *, typical: bool) -> str:
 def _cluster_text(cluster: TypicalCluster) -> str:
     """Return what was assumed of nodes that nobody calibrated, and what measures it."""
     origin = "as your own steps say" if cluster.beliefs.mean.any() else "typical of such clusters"
-    most = f"at most {rate_text(cluster.most_bits)} of payload a node"
+    most = "its software passes what the links pass"
+    if not cluster.passes_all:
+        most = f"at most {rate_text(cluster.most_bits)} of payload a node"
+    if cluster.adapters > 1:
+        most += f", {cluster.adapters} adapters"
     if cluster.software_bits is not None:
         most += " (--software-gbit)"
     return (

@@ -110,14 +110,16 @@ class PublishedStep:
         own = with_own_step(_reference(), step_seconds, step_samples)
         nbytes = 1e6 * self.grad_megabytes
         model = model_called(self.model, nbytes) or evenly(nbytes / 4, TENSORS)
+        rate_bits = None if self.rate_gbit is None else 1e9 * self.rate_gbit
+        transport = "rdma" if self.by_rdma else "tcp"
         scenario = Scenario(
             calibration=model.of(own, nbytes),
             batch_size=samples,
             scaling="weak",
-            rate_bits=None if self.rate_gbit is None else 1e9 * self.rate_gbit,
+            rate_bits=rate_bits,
             ranks_per_node=self.ranks_per_node,
             own_nodes=True,
-            cluster=TypicalCluster.of(self.backend, "rdma" if self.by_rdma else "tcp", beliefs),
+            cluster=TypicalCluster.of(self.backend, transport, beliefs, rate_bits=rate_bits),
             step_seconds=step_seconds,
             step_samples=step_samples,
             node_step_seconds=node_step,
