@@ -280,7 +280,9 @@ def _cluster(
     chosen = any(value is not None for value in of_links)
     if rate_bits is None:
         if chosen:
-            raise UserError("--backend, --transport and --adapters are of links: add --rate, theirs")
+            raise UserError(
+                "--backend, --transport and --adapters are of links: add --rate, theirs"
+            )
         return None
     if calibrated and not chosen and args.step_time is None and args.fit is None:
         return None
@@ -294,16 +296,11 @@ def _cluster(
         cluster = replace(cluster, software_bits=1e9 * args.software_gbit)
     if args.adapters is not None and (args.software_gbit is not None or cluster.passes_all):
         raise UserError(
-            "--adapters changes nothing: it multiplies what one adapter's software passes, and "
-            f"{_instead_of_adapters(args)}. Leave it out; --rate is of all adapters of a node"
+            f"--adapters {args.adapters}: it multiplies what an adapter's software passes, but "
+            "--software-gbit is of the node, and with GPUDirect a node passes what its links pass. "
+            "Leave it out"
         )
     return cluster
-
-
-def _instead_of_adapters(args: argparse.Namespace) -> str:
-    if args.software_gbit is not None:
-        return "--software-gbit is of all adapters of a node"
-    return "with GPUDirect a node passes what its links pass"
 
 
 def _wanted_strategies(names: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from lab.predict.priors import Beliefs, ClusterValues, load_priors
 LATENCIES = ((1e9, 200e-6), (10e9, 50e-6), (math.inf, 20e-6))
 _COMMON_BITS = 10e9  # of a link whose rate is not known
 RDMA_LATENCY = 5e-6  # seconds of a message on InfiniBand or RoCE, switches included
-_BITS_OF_ADAPTER = 100e9  # of a node without GPUDirect that has several adapters
+BITS_OF_ADAPTER = 100e9  # of a node without GPUDirect that has several adapters
 
 # Each kind of transport by the generation of its nodes, and the rate of a node's link from which on
 # the later generation is the likelier one. Gloo and NCCL reach it at different rates by TCP.
@@ -26,10 +26,10 @@ GENERATIONS = {
     "rdma": ("rdma-host", "rdma-gpudirect"),
 }
 LATER_FROM_BITS = {("gloo", "tcp"): 25e9, ("nccl", "tcp"): 100e9, ("nccl", "rdma"): 200e9}
-_NAMES = {
-    "tcp-vm": "TCP, on virtual machines of few cores",
-    "tcp-server": "TCP, on servers of many cores",
-    "rdma-host": "RDMA, through the host's memory",
+TRANSPORT_NAMES = {
+    "tcp-vm": "TCP on virtual machines",
+    "tcp-server": "TCP on servers",
+    "rdma-host": "RDMA through the host's memory",
     "rdma-gpudirect": "RDMA with GPUDirect",
 }
 _ROOTED = ("gather", "scatter")
@@ -99,7 +99,7 @@ class TypicalCluster:
         if adapters is None:
             adapters = 1
             if transport == "rdma-host" and rate_bits is not None:
-                adapters = max(1, round(rate_bits / _BITS_OF_ADAPTER))
+                adapters = max(1, round(rate_bits / BITS_OF_ADAPTER))
         if beliefs is None:
             beliefs = Beliefs.of(load_priors())
         values = beliefs.typical(backend, transport)
@@ -109,7 +109,7 @@ class TypicalCluster:
     def name(self) -> str:
         """The software and the links, for a reader: "NCCL over RDMA with GPUDirect"."""
         backend = {"gloo": "Gloo", "nccl": "NCCL"}[self.backend]
-        return f"{backend} over {_NAMES[self.transport]}"
+        return f"{backend} over {TRANSPORT_NAMES[self.transport]}"
 
     def with_beliefs(self, beliefs: Beliefs) -> "TypicalCluster":
         """Return the typical cluster of which so much is known."""
