@@ -11,14 +11,16 @@ from pathlib import Path
 from common.errors import UserError
 from common.say import count, counts
 from lab.audit.cli import check_flags
-from lab.audit.command import AuditCommand, parse_command
+from lab.audit.command import AuditCommand, parse_command, right_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import Finding
 from lab.audit.findings.private import shared_part
 from lab.audit.findings.where import groups
 from lab.audit.isolation import RunNetwork, record_folder, run_network
+from lab.audit.like import compare_runs, kept_recordings
 from lab.audit.performance import measure
+from lab.audit.recording import Recording
 from lab.audit.report import print_audit, write_json, write_page
 from lab.audit.result import AuditResult, Failure, verdict
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
@@ -47,6 +49,14 @@ def main_audit(args: argparse.Namespace) -> int:
     """
     command = parse_command(args.flags, args.rank0)
     check_flags(args, command)
+    right = None
+    right_recordings: Sequence[Recording] | None = None
+    if args.like is not None:
+        if Path(args.like).is_dir():
+            with understood():
+                right_recordings = kept_recordings(Path(args.like))
+        else:
+            right = right_command(args.like, command)
     settings = RunSettings(
         steps=args.steps,
         clocks=args.clocks,
@@ -56,6 +66,19 @@ def main_audit(args: argparse.Namespace) -> int:
     network = partial(run_network, cwd=settings.cwd, isolate=args.isolate, rate=args.rate)
     with record_folder(args.keep) as folder:
         result = audit_script(command, args.ranks, folder, settings, network, rate=args.rate)
+        of_right = None
+        if right is not None:
+            sizes = [recording.asked_size or recording.size for recording in result.recordings]
+            beside = folder / "like"
+            beside.mkdir()
+            of_right = audit_script(right, sizes, beside, settings, network)
+            right_recordings = of_right.recordings
+    if right_recordings is not None:
+        with understood():
+            likeness = compare_runs(args.like, result.recordings, right_recordings)
+        if of_right is not None and of_right.status:
+            likeness.headline = of_right.headline
+        result = dataclasses.replace(result, likeness=likeness)
     if args.json:
         write_json(args.json, result)
     if args.html:
