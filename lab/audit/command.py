@@ -114,15 +114,15 @@ def right_command(text: str, command: AuditCommand) -> AuditCommand:
         return parse_command(words, None)
     if not Path(words[0]).is_file():
         raise UserError(f"--like: there is no file {words[0]}")
-    places = [place for place, word in enumerate(command.words) if word.endswith(".py")]
-    if not places or command.rank0 is not None:
+    scripts = [word for word in command.words if word.endswith(".py")]
+    if not scripts or command.rank0 is not None:
         raise UserError(
             "--like: the audited command does not run one .py file alone: give the right one's "
             "whole command in quotes, or the folder in which lab audit --keep left its records"
         )
-    before = command.words[: places[0]]
-    arguments = words[1:] or command.words[places[0] + 1 :]
-    return AuditCommand((*before, words[0], *arguments))
+    place = command.words.index(scripts[0])
+    arguments = words[1:] or command.words[place + 1 :]
+    return AuditCommand((*command.words[:place], words[0], *arguments))
 
 
 def with_python(words: Sequence[str]) -> list[str]:

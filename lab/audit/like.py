@@ -3,36 +3,39 @@
 ``FACTS`` read from the records of each rank what it did. ``compare_runs`` returns those that differ
 between two runs on equally many ranks. Not compared is what differs between runs of one program
 with another seed, or between two right programs: values of losses, names, the order of lines, how
-messages are cut into buckets. What a text has in brackets is said, but not compared.
+messages are cut into buckets; nor what a finding tells, such as the order of samples. What a text
+has in brackets is said, but not compared.
 """
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from functools import partial
+from itertools import groupby, pairwise
+from operator import attrgetter
 from pathlib import Path
+from statistics import mode
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from common.errors import UserError
 from common.say import bytes_text, count, counts, listed
+from common.utils.gradient_fit import side_by_side
 from lab.audit.findings.endings import came_to_end, short_epochs_of
-from lab.audit.findings.epochs import is_sequential, loaders_of
+from lab.audit.findings.epochs import loaders_of
 from lab.audit.findings.private import shared_part
 from lab.audit.findings.where import SETUP
 from lab.audit.probe.coordinates import COORDINATES
-from lab.audit.recording import Numbers, RankRecords, Recording, RecordReader
+from lab.audit.recording import RankRecords, Recording, RecordReader
 from lab.audit.records import (
     AnyRecord,
     Backward,
     CollectiveCall,
     DdpBuilt,
-    DdpMissed,
     Evaluation,
-    Forward,
     Loader,
-    Parameter,
     Parameters,
     RandomForward,
     Saved,
@@ -41,13 +44,16 @@ from lab.audit.records import (
     Weights,
 )
 
-# What a rank did; of a number the size is compared.
-Fact = Callable[[RankRecords], str | float]
+# The kind of the records whose line shows it, and what reads what a rank did: text, or a number of
+# which the size is compared.
+Fact = tuple[type[AnyRecord], Callable[[RankRecords], str | float]]
+Kind = TypeVar("Kind", bound=AnyRecord)
 _SOON = 8  # steps
 _TIMES = 1.5  # at most between numbers of equal programs with other random numbers
 _THROUGH = {"ddp": "DDP", "bypass": "the model past its DDP", "module": "the model without DDP"}
 # Settings of an optimiser that change how it computes or what its schedule does, not its rule.
 _NO_RULE = re.compile("foreach|fused|capturable|differentiable|eps|(initial|max|min|base)_.*")
+_DRAWN = {True: "new", False: "no"}
 _IN_BRACKETS = re.compile(r" \([^)]*\)")
 
 
@@ -66,8 +72,8 @@ class Difference(msgspec.Struct):
     there_at: str | None
 
     def __str__(self) -> str:
-        here = f"{self.here}, at {self.here_at}" if self.here_at else self.here
-        there = f"{self.there}, at {self.there_at}" if self.there_at else self.there
+        here = ", at ".join(filter(None, [self.here, self.here_at]))
+        there = ", at ".join(filter(None, [self.there, self.there_at]))
         return f"{self.what}:\nhere  {here}\nthere {there}"
 
 
@@ -115,57 +121,70 @@ def kept_recordings(folder: Path) -> list[Recording]:
     return recordings
 
 
-def compare_runs(reference: str, here: Sequence[Recording], there: Sequence[Recording]) -> Likeness:
+def compare_runs(
+    reference: str,
+    here: Sequence[Recording],
+    there: Sequence[Recording],
+    headline: str | None = None,
+) -> Likeness:
     """Return each difference once, of the first number of ranks on which it shows."""
     by_size = {recording.size: recording for recording in there if recording.steps}
-    both = {run.size: run for run in here if run.steps and run.size in by_size}
+    sizes = []
     found: dict[str, Difference] = {}
-    for size, mine in both.items():
-        theirs = by_size[size]
-        facts = dict(FACTS)
-        if came_to_end(mine) and came_to_end(theirs):
-            facts.update(FACTS_OF_ENDED)
-            if not short_epochs_of(mine) and not short_epochs_of(theirs):
-                facts.update(FACTS_OF_WHOLE)
-        for what, (kind, read) in facts.items():
-            one = {rank.rank: read(rank) for rank in mine.ranks}
-            other = {rank.rank: read(rank) for rank in theirs.ranks}
-            if what not in found and _differ(one, other):
-                found[what] = Difference(
-                    what, size, _text(one), _line(mine, kind), _text(other), _line(theirs, kind)
-                )
-    return Likeness(reference, sorted(both), list(found.values()))
+    for mine in here:
+        if mine.steps and mine.size in by_size:
+            sizes.append(mine.size)
+            for difference in _differences(mine, by_size[mine.size]):
+                found.setdefault(difference.what, difference)
+    return Likeness(reference, sizes, list(found.values()), headline)
 
 
-def _differ(one: Mapping[int, str | float], other: Mapping[int, str | float]) -> bool:
-    """Return whether ranks did something else."""
-    for rank, here in one.items():
-        there = other.get(rank)
-        if isinstance(here, float) and isinstance(there, float):
-            if max(here, there) > _TIMES * min(here, there):
-                return True
-        elif _IN_BRACKETS.sub("", str(here)) != _IN_BRACKETS.sub("", str(there)):
-            return True
-    return len(one) != len(other)
+def _differences(mine: Recording, theirs: Recording) -> Iterator[Difference]:
+    """Yield the differences between two runs on equally many ranks."""
+    runs = (mine, theirs)
+    facts = dict(FACTS)
+    if all(map(came_to_end, runs)):
+        facts.update(FACTS_OF_ENDED)
+        if not any(map(short_epochs_of, runs)):
+            facts.update(FACTS_OF_WHOLE)
+    for what, (kind, read) in facts.items():
+        here = [*map(read, mine.ranks)]
+        there = [*map(read, theirs.ranks)]
+        if len(here) != len(there) or any(map(_differ, here, there)):
+            yield Difference(
+                what=what,
+                ranks=mine.size,
+                here=_text(here),
+                here_at=_line(mine, kind),
+                there=_text(there),
+                there_at=_line(theirs, kind),
+            )
 
 
-def _text(by_rank: Mapping[int, str | float]) -> str:
+def _differ(here: str | float, there: str | float) -> bool:
+    if isinstance(here, float) and isinstance(there, float):
+        return max(here, there) > _TIMES * min(here, there)
+    return _IN_BRACKETS.sub("", str(here)) != _IN_BRACKETS.sub("", str(there))
+
+
+def _text(by_rank: Sequence[str | float]) -> str:
     """Return what holds on all ranks, else what holds on each."""
-    texts = {}
-    for rank, value in by_rank.items():
-        texts[rank] = f"{value:.3g}" if isinstance(value, float) else value
-    if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    texts = []
+    for rank, value in enumerate(by_rank):
+        text = f"{value:.3g}" if isinstance(value, float) else value
+        if len(set(by_rank)) == 1:
+            return text
+        texts.append(f"rank {rank}: {text}")
+    return "; ".join(texts)
 
 
 def _line(recording: Recording, kind: type[AnyRecord]) -> str | None:
     """Return the first known line of records of a kind."""
-    found = None
     for record in recording.of(kind):
-        if getattr(record, "name", None) not in SETUP:
-            found = found or getattr(record, "at", None)
-    return None if found is None else str(found)
+        at = getattr(record, "at", None)
+        if at is not None and getattr(record, "name", None) not in SETUP:
+            return str(at)
+    return None
 
 
 def _kinds(texts: Iterable[str]) -> str:
@@ -174,97 +193,117 @@ def _kinds(texts: Iterable[str]) -> str:
 
 def _usual(texts: Sequence[str]) -> str:
     """Return the text of at least half of the cases, else "various"."""
-    [(text, times)] = Counter(texts).most_common(1) or [("none", 0)]
-    return text if 2 * times >= len(texts) else "various"
+    usual = mode(texts or ["none"])
+    if 2 * texts.count(usual) < len(texts):
+        return "various"
+    return usual
+
+
+def _of_each(
+    kind: type[Kind],
+    read: Callable[[Kind], str],
+    combine: Callable[[list[str]], str] = _usual,
+) -> Fact:
+    """Return the fact that combines what is read of each record of a kind."""
+    return kind, lambda rank: combine([*map(read, rank.of(kind))])
+
+
+def _times(texts: Sequence[str]) -> str:
+    return str(len(texts))
 
 
 # --- forward and backward passes ---
 
 
-def _of_forwards(read: Callable[[Backward, Forward], str]) -> Fact:
-    """Return what reads all forwards that train."""
+def _modes(backward: Backward) -> str:
+    return _kinds(map(str, map(attrgetter("mode"), backward.forwards)))
+
+
+def _types(backward: Backward) -> str:
+    return _kinds(map(listed, map(attrgetter("dtypes"), backward.forwards)))
+
+
+def _through(backward: Backward) -> str:
+    through = _kinds(map(_THROUGH.__getitem__, map(attrgetter("through"), backward.forwards)))
+    if backward.synced is False:
+        return f"{through} without averaging"
+    return through
+
+
+def _of_steps(read: Callable[[list[Backward]], str]) -> Fact:
+    """Return the fact that is read of the backward passes of most steps."""
 
     def fact(rank: RankRecords) -> str:
-        passes = rank.of(Backward)
-        return _kinds(read(one, forward) for one in passes for forward in one.forwards)
+        texts = []
+        for _, passes in groupby(rank.of(Backward), attrgetter("step")):
+            texts.append(read([*passes]))
+        return _usual(texts)
 
-    return fact
-
-
-def _through(backward: Backward, forward: Forward) -> str:
-    averages = " without averaging" if backward.synced is False else ""
-    return _THROUGH[forward.through] + averages
+    return Backward, fact
 
 
-def _of_steps(read: Callable[[Sequence[Backward]], str]) -> Fact:
-    """Return what reads what the backward passes of most steps have."""
-
-    def fact(rank: RankRecords) -> str:
-        steps: dict[int, list[Backward]] = defaultdict(list)
-        for backward in rank.of(Backward):
-            steps[backward.step].append(backward)
-        return _usual([read(passes) for passes in steps.values()])
-
-    return fact
+def _passes(passes: list[Backward]) -> str:
+    """Return the rows that the model gets in a step, and in how many passes."""
+    rows = 0
+    for backward in passes:
+        for forward in backward.forwards[:1]:
+            rows += forward.samples or 0
+    return f"{count(rows, 'row')} in {len(passes)} passes"
 
 
-def _rows(passes: Sequence[Backward]) -> str:
-    first = [backward.forwards[0] for backward in passes if backward.forwards]
-    return str(sum(forward.samples or 0 for forward in first))
-
-
-def _loss(passes: Sequence[Backward]) -> str:
+def _loss(passes: list[Backward]) -> str:
     """Return the kinds of losses, and how much they count together."""
-    losses = [backward.loss for backward in passes if backward.loss is not None]
-    kinds = _kinds(f"{loss.node.partition('Backward')[0]}, {loss.reduction}" for loss in losses)
-    return f"{kinds}, weight {sum(loss.arriving for loss in losses):.3g}"
-
-
-def _missed(rank: RankRecords) -> str:
-    texts = []
-    for missed in rank.of(DdpMissed):
-        numbers = {"unused": missed.unused, "late": missed.late, "converted": missed.converted}
-        texts.append(listed(f"{len(names)} {how}" for how, names in numbers.items() if names))
-    return _kinds(filter(None, texts))
+    kinds = []
+    weight = 0.0
+    for backward in passes:
+        if backward.loss is not None:
+            kinds.append(f"{backward.loss.node.partition('Backward')[0]} {backward.loss.reduction}")
+            weight += backward.loss.arriving
+    return f"{_kinds(kinds)}, weight {weight:.3g}"
 
 
 # --- updates ---
 
 
-def _of_updates(read: Callable[[Step], str]) -> Fact:
-    """Return what reads what most updates have."""
-    return lambda rank: _usual([read(step) for step in rank.of(Step)])
-
-
 def _clips(step: Step) -> str:
-    scaled = " of scaled gradients" if step.scale != 1 else ""
-    texts = [f"{clip.kind} to {clip.limit}{'' if clip.unscaled else scaled}" for clip in step.clips]
+    texts = []
+    for clip in step.clips:
+        texts.append(f"{clip.kind} to {clip.limit}")
+        if step.scale != 1 and not clip.unscaled:
+            texts[-1] += " of scaled gradients"
     return listed(texts) or "none"
 
 
-def _optimizers(rank: RankRecords) -> str:
-    """Return the classes and settings of the optimisers, in the first step of each."""
-    first: dict[int, str] = {}
-    for step in rank.of(Step):
-        given = sorted(step.settings.items())
-        rule = [f"{name} {value}" for name, value in given if value and not _NO_RULE.match(name)]
-        first.setdefault(step.optimizer_number, " ".join([step.optimizer, *rule]))
-    return _kinds(first.values())
+def _rule(step: Step) -> str:
+    """Return the class and the settings of an optimiser."""
+    texts = [step.optimizer]
+    for name, value in sorted(step.settings.items()):
+        if value and not _NO_RULE.match(name):
+            texts.append(f"{name} {value}")
+    return " ".join(texts)
 
 
-def _rates(rank: RankRecords) -> str:
-    """Return the learning rates of each optimiser at first, soon after, and how they change."""
+def _rates(rank: RankRecords) -> dict[int, list[str]]:
+    """Return the learning rates of each optimiser in its steps."""
     series: dict[int, list[str]] = defaultdict(list)
     for step in rank.of(Step):
-        series[step.optimizer_number].append(listed(f"{rate or 0:.4g}" for rate in step.lr))
+        series[step.optimizer_number].append(listed(map("{:.4g}".format, filter(None, step.lr))))
+    return series
+
+
+def _first_rates(rank: RankRecords) -> str:
     texts = []
-    for rates in series.values():
-        changes = sum(one != other for one, other in pairwise(rates))
-        how = "at each step" if changes > 0.8 * (len(rates) - 1) else "at times"
+    for rates in _rates(rank).values():
+        texts.append(rates[0])
         soon = min(_SOON, len(rates) - 1)
-        later = f"{rates[soon]} after {count(soon, 'step')}, changed {how}"
-        texts.append(f"{rates[0]}, {later if changes else 'constant'}")
+        if rates[soon] != rates[0]:
+            texts[-1] += f", {rates[soon]} after {count(soon, 'step')}"
     return _kinds(texts)
+
+
+def _changes_of_rates(rank: RankRecords) -> str:
+    constant = [len(set(rates)) == 1 for rates in _rates(rank).values()]
+    return {True: "never", False: "yes"}[all(constant)]
 
 
 def _update_size(rank: RankRecords) -> float:
@@ -279,36 +318,32 @@ def _update_size(rank: RankRecords) -> float:
     return float(np.median(shares or [0.0]))
 
 
+def _held(rank: RankRecords) -> str:
+    numbers = {}
+    for record in rank.of(Parameters):
+        for row in record.rows:
+            numbers[row.tensor] = row.numel
+    return f"{count(len(numbers), 'parameter')} of {count(sum(numbers.values()), 'number')}"
+
+
 def _unchanged(rank: RankRecords) -> str:
     """Return how many parameters of the optimisers never change, and which."""
-    changes: dict[str, bool] = {}
-    for row, first, last in _first_and_last(rank):
-        changes[row.name] = changes.get(row.name, False) or not np.array_equal(first, last)
-    names = [name for name, changed in changes.items() if not changed]
-    which = f" ({listed(names, most=6)})" if names else ""
-    return f"{len(names)}{which}"
-
-
-def _first_and_last(rank: RankRecords) -> Iterator[tuple[Parameter, Numbers, Numbers]]:
-    """Yield the samples of each parameter before the first step and after the last."""
-    rows: dict[int, list[Parameter]] = defaultdict(list)
-    for record in rank.of(Parameters):
-        rows[record.optimizer_number] += record.rows
-    for number, held in rows.items():
-        every = [rank.numbers(w.values) for w in rank.of(Weights) if w.optimizer_number == number]
-        begin = 0
-        for row in held:
-            end = begin + min(row.numel, COORDINATES)
-            seen = [values[begin:end] for values in every if len(values) >= end]
-            if seen:
-                yield row, seen[0], seen[-1]
-            begin = end
-
-
-def _held(rank: RankRecords) -> str:
-    rows = {row.tensor: row for record in rank.of(Parameters) for row in record.rows}
-    numbers = sum(row.numel for row in rows.values())
-    return f"{count(len(rows), 'parameter')} of {count(numbers, 'number')}"
+    seen: set[str] = set()
+    changed: set[str] = set()
+    for record in rank.of(Parameters):  # one that gets parameters later is left out
+        widths = [min(row.numel, COORDINATES) for row in record.rows]
+        every = []
+        for weights in rank.of(Weights):
+            values = rank.numbers(weights.values)
+            if weights.optimizer_number == record.optimizer_number and len(values) == sum(widths):
+                every.append(values)
+        for row, column in zip(record.rows, side_by_side(widths), strict=True):
+            if every:
+                seen.add(row.name)
+                if not np.array_equal(every[0][column], every[-1][column]):
+                    changed.add(row.name)
+    names = sorted(seen - changed)
+    return f"{len(names)} ({listed(names, most=6) or 'all change'})"
 
 
 # --- messages ---
@@ -318,102 +353,72 @@ def _messages(calls: Iterable[CollectiveCall]) -> str:
     """Return the kinds of calls, with the bytes of each kind: buckets do not count."""
     total: Counter[str] = Counter()
     for call in calls:
-        kind = " ".join(filter(None, [call.name.strip("_"), call.op, "of", call.content]))
-        total[kind] += 0 if "object" in call.name else call.nbytes
-    return listed(f"{kind}, {bytes_text(size)}" for kind, size in sorted(total.items())) or "none"
-
-
-def _calls_before(rank: RankRecords) -> str:
-    begin = next((backward.t for backward in rank.of(Backward)), 0.0)
-    calls = [call for call in rank.of(CollectiveCall) if call.t < begin]
-    return _messages(call for call in calls if call.name not in SETUP)
+        if call.name not in SETUP:
+            kind = " ".join(filter(None, [call.name.strip("_"), call.op, "of", call.content]))
+            total[kind] += 0 if "object" in call.name else call.nbytes
+    texts = []
+    for kind, nbytes in sorted(total.items()):
+        texts.append(f"{kind}, {bytes_text(nbytes)}")
+    return listed(texts) or "none"
 
 
 def _calls_in_steps(rank: RankRecords) -> str:
-    steps: dict[int, list[CollectiveCall]] = {step.step: [] for step in rank.of(Step)}
+    steps: dict[int, list[CollectiveCall]] = {}
+    for step in rank.of(Step):
+        steps[step.step] = []
     for call in rank.of(CollectiveCall):
-        if call.step in steps and call.name not in SETUP:
-            steps[call.step].append(call)
-    return _usual([_messages(calls) for calls in steps.values()])
+        steps.get(call.step, []).append(call)
+    return _usual([*map(_messages, steps.values())])
 
 
 # --- samples ---
 
 
-def _order(rank: RankRecords) -> str:
-    """Return how the training loaders order their samples in their first epoch."""
-    first = [loader.epochs[0].given for loader in loaders_of(rank, train=True)]
-    return _kinds("stored" if is_sequential(given) else "shuffled" for given in first)
-
-
-def _later_orders(rank: RankRecords) -> str:
+def _draws(rank: RankRecords, *, train: bool) -> str:
+    """Return how many samples the first epoch of each loader has."""
     texts = []
-    for loader in loaders_of(rank, train=True):
-        first, *others = [epoch.given for epoch in loader.epochs]
-        same = any(given and given == first[: len(given)] for given in others)
-        texts.append("that of the first epoch" if same else "another")
-    return _kinds(texts)
-
-
-def _draws(*, train: bool) -> Fact:
-    """Return what reads how many samples the first epoch of each loader has."""
-
-    def fact(rank: RankRecords) -> str:
-        texts = []
-        for loader in loaders_of(rank, train=train):
-            draws = sum(len(draw.innermost) for draw in loader.epochs[0].whole)
-            texts.append(f"{draws:,} of a dataset of {loader.facts.length or 0:,}")
-        return listed(texts) or "none"
-
-    return fact
+    for loader in loaders_of(rank, train=train):
+        draws = 0
+        for draw in loader.epochs[0].whole:
+            draws += len(draw.innermost)
+        texts.append(f"{draws:,} of a dataset of {loader.facts.length or 0:,}")
+    return listed(texts) or "none"
 
 
 def _evaluation(one: Evaluation) -> str:
-    drew = "with random numbers" if one.drew else "without random numbers"
-    return f"in {one.mode} mode, {drew}, in {listed(one.dtypes)}"
+    return f"in {one.mode} mode, with {_DRAWN[one.drew]} random numbers, in {listed(one.dtypes)}"
 
 
-FACTS: Mapping[str, tuple[type[AnyRecord], Fact]] = {
-    "mode of the model in training": (Backward, _of_forwards(lambda _, one: str(one.mode))),
-    "what runs the model": (Backward, _of_forwards(_through)),
-    "types in which the model computes": (Backward, _of_forwards(lambda _, f: listed(f.dtypes))),
-    "random numbers of the model in training": (
-        RandomForward,
-        lambda rank: "drawn" if rank.of(RandomForward) else "none",
-    ),
-    "rows that the model gets in a step": (Backward, _of_steps(_rows)),
-    "backward passes in a step": (Backward, _of_steps(lambda passes: str(len(passes)))),
-    "losses of a step": (Backward, _of_steps(_loss)),
-    "times that DDP is built": (DdpBuilt, lambda rank: str(len(rank.of(DdpBuilt)))),
-    "parameters that DDP misses": (DdpMissed, _missed),
-    "gradients before backward": (
-        Step,
-        _of_updates(lambda step: "those of the step before" if step.kept else "cleared"),
-    ),
-    "clipping in a step": (Step, _of_updates(_clips)),
-    "optimisers": (Parameters, _optimizers),
-    "learning rate": (Step, _rates),
+FACTS: Mapping[str, Fact] = {
+    "mode of the model in training": _of_each(Backward, _modes, _kinds),
+    "what runs the model": _of_each(Backward, _through, _kinds),
+    "types in which the model computes": _of_each(Backward, _types, _kinds),
+    "random numbers of the model in training": _of_each(RandomForward, lambda _: "new", _kinds),
+    "rows of the model in a step": _of_steps(_passes),
+    "losses of a step": _of_steps(_loss),
+    "times that DDP is built": _of_each(DdpBuilt, str, _times),
+    "clipping in a step": _of_each(Step, _clips),
+    "optimiser": _of_each(Step, _rule),
+    "learning rate": (Step, _first_rates),
     "change of the weights in a step": (Step, _update_size),
     "parameters in optimisers": (Parameters, _held),
     "parameters that never change": (Step, _unchanged),
-    "calls before the first backward": (CollectiveCall, _calls_before),
     "calls in a step": (CollectiveCall, _calls_in_steps),
-    "order in the first epoch": (Loader, _order),
 }
-"""By what they are about: the records of the lines that show them, and what reads them."""
+"""By what they are about."""
 
-FACTS_OF_ENDED: Mapping[str, tuple[type[AnyRecord], Fact]] = {
-    "evaluation": (Evaluation, lambda rank: _kinds(map(_evaluation, rank.of(Evaluation)))),
-    "content of files": (Saved, lambda rank: _kinds(listed(s.holds) for s in rank.of(Saved))),
-    "order in later epochs": (Loader, _later_orders),
+FACTS_OF_ENDED: Mapping[str, Fact] = {
+    "evaluation": _of_each(Evaluation, _evaluation, _kinds),
+    "content of files": _of_each(Saved, lambda saved: listed(saved.holds), _kinds),
+    "changes of the learning rate": (Step, _changes_of_rates),
 }
 """Those that are compared only if both programs came to their end."""
 
-FACTS_OF_WHOLE: Mapping[str, tuple[type[AnyRecord], Fact]] = {
+FACTS_OF_WHOLE: Mapping[str, Fact] = {
     "steps": (Step, lambda rank: float(len(rank.of(Step)))),
     "epochs": (Loader, lambda rank: str(len(rank.of(Trained)))),
-    "samples of the first epoch": (Loader, _draws(train=True)),
-    "samples of the first evaluation": (Loader, _draws(train=False)),
-    "evaluations": (Evaluation, lambda rank: str(len(rank.of(Evaluation)))),
+    "samples of the first epoch": (Loader, partial(_draws, train=True)),
+    "samples of the first evaluation": (Loader, partial(_draws, train=False)),
+    "evaluations": _of_each(Evaluation, str, _times),
 }
 """Those that are compared only if both came there with all their batches."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,10 @@ from lab.audit.findings.finding import Finding, found
 from lab.audit.findings.where import (
     backward_line,
     exchange_line,
-    first_line,
     first_records,
 )
 from lab.audit.recording import Recording
-from lab.audit.records import Autocast, Backward, CodeLine, Evaluation, Step
+from lab.audit.records import Autocast, Backward, CodeLine, Evaluation, Loader, Step
 
 
 def check(recording: Recording) -> Iterator[Finding]:
@@ -59,26 +58,39 @@ def _divided_length(recordings: Sequence[Recording]) -> Iterator[Finding]:
     Where a limit on samples or steps ends the training, epochs or steps are equal. Where the ranks
     stop early, they stop at the end of an epoch.
     """
-    epochs = {}  # by number of ranks
-    rounded = 0.0  # what rounding an epoch's batches to a part of them leaves out at most
+    texts = []
+    of_one_rank = []
+    in_part = False
     for recording in recordings:
-        loaders = training_loaders(recording)
-        is_whole = came_to_end(recording) and not short_epochs_of(recording)
-        if len(loaders) == 1 and is_whole:
-            first = loaders[0][0]
-            batches = first.facts.batches or 1
-            trained = sum(step.batches for step in training_steps(first.records))
-            epochs[recording.size] = trained / batches
-            rounded = max(rounded, recording.size / batches)
-    of_one_rank = [size * number for size, number in epochs.items()]
-    in_part = any(number % 1 for number in epochs.values())
-    steps = {recording.steps for recording in recordings}
-    if len(of_one_rank) < 2 or not in_part or len(steps) < len(recordings):
+        epochs = _epochs_trained(recording)
+        texts.append(f"{epochs:.3g} with {recording.size} ranks")
+        of_one_rank.append(epochs * recording.size)
+        in_part = in_part or epochs % 1 > 0
+    steps = set(map(attrgetter("steps"), recordings))
+    if len(texts) < 2 or not in_part or len(steps) < len(recordings):
         return
-    if max(of_one_rank) * (1 - rounded) <= min(of_one_rank):
-        told = listed(f"{number:.3g} with {size} ranks" for size, number in epochs.items())
-        line = first_line(step.at for step in recordings[0].of(Step))
-        yield replace(found("divided-length", line, sure=False, epochs=told), sizes=(*epochs,))
+    # the number of an epoch's batches is divided, and rounded down
+    least = max(of_one_rank) * (1 - max(map(_rounded, recordings)))
+    if min(of_one_rank) >= least:
+        line = recordings[0].of(Step)[0].at
+        sizes = tuple(map(attrgetter("size"), recordings))
+        notice = found("divided-length", line, sure=False, epochs=listed(texts))
+        yield replace(notice, sizes=sizes)
+
+
+def _epochs_trained(recording: Recording) -> float:
+    """Return how many epochs a run trains, the last in part; 0 if that is not known."""
+    loaders = training_loaders(recording)
+    is_whole = came_to_end(recording) and not short_epochs_of(recording)
+    if len(loaders) != 1 or not is_whole:
+        return 0.0
+    trained = sum(step.batches for step in training_steps(loaders[0][0].records))
+    return trained / (loaders[0][0].facts.batches or trained or 1)
+
+
+def _rounded(recording: Recording) -> float:
+    """Return which share of an epoch rounding to one rank's part of it leaves out at most."""
+    return max(recording.size / (loader.batches or 1) for loader in recording.of(Loader))
 
 
 def _autocast(recording: Recording) -> Iterator[Finding]:

@@ -376,7 +376,9 @@ def _mode(module: Module) -> str:
     modes = {part.training for part in parts}
     if len(modes) > 1:
         return "both"
-    return "train" if True in modes else "eval"
+    if True in modes:
+        return "train"
+    return "eval"
 
 
 def _missed_how(parameter: Tensor, node: Any, *, reached: bool) -> str | None:

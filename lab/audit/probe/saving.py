@@ -20,9 +20,10 @@ def _record(probe: Probe, kind: str, function: Any, args: Any, kwargs: Any) -> N
     file = given["f"]
     path = getattr(file, "name", file)
     if isinstance(path, (str, os.PathLike)) and path != os.devnull:
-        content = {"holds": _holds(given["obj"])} if "obj" in given else {}
-        path = os.path.realpath(path)
-        probe.record(kind, step=probe.step, path=path, **content, at=probe.place())
+        fields = {"step": probe.step, "path": os.path.realpath(path), "at": probe.place()}
+        if "obj" in given:
+            fields["holds"] = _holds(given["obj"])
+        probe.record(kind, **fields)
 
 
 def _holds(saved: Any) -> list[str]:
@@ -36,11 +37,13 @@ def _holds(saved: Any) -> list[str]:
 def _kind(value: Any) -> str:
     """Return what a value is, by the keys with which torch's objects save their state."""
     if not isinstance(value, dict):
-        return "tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+        return type(value).__name__
     for kind, key in _STATES.items():
         if key in value:
             return kind
-    return "weights" if any(isinstance(held, torch.Tensor) for held in value.values()) else "dict"
+    if any(isinstance(held, torch.Tensor) for held in value.values()):
+        return "weights"
+    return "dict"
 
 
 def watch(probe: Probe) -> None:
