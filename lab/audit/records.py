@@ -321,6 +321,7 @@ class Step(OptimizerRecord, tag="step"):
     kept: int = 0
     own: Samples | None = None
     got: Samples | None = None
+    unclipped: Samples | None = None
     own_norm: float | None = None
     got_norm: float | None = None
 

@@ -349,7 +349,7 @@ def _rows(seen: _Seen) -> Outcome:
     if all_own and (mixing := _mixing_weights(seen)):
         line = exchange_line(recording, mixing[0].step)
         return seen.found("weights-averaged", line, kind="exchanged", sure=False, mixed=len(mixing))
-    return _lost_result(seen) or _in_some_steps(seen, all_own) or _what_each_gets(seen, all_own)
+    return _exceptional(seen, all_own) or _what_each_gets(seen, all_own)
 
 
 def _bypassed(seen: _Seen) -> Finding:
@@ -384,10 +384,11 @@ def _lost_result(seen: _Seen) -> Finding | None:
     )
 
 
-def _in_some_steps(seen: _Seen, all_own: bool) -> Outcome | None:
-    """Judge bad steps that are one among others, or are left out by DDP; None without such."""
-    if len(seen.bad) == len(seen.updates):
-        return None
+def _exceptional(seen: _Seen, all_own: bool) -> Outcome | None:
+    """Judge steps that lose a part, are one among others, or are left out by DDP; None if none."""
+    lost = _lost_result(seen)
+    if lost is not None or len(seen.bad) == len(seen.updates):
+        return lost
     if all_own and all(never_synced(seen.recording, update.step) for update in seen.bad):
         return seen.found("own-gradient", seen.bad[0].records[0].at, kind="leftover")
     if len(seen.bad) == 1:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.say import count, listed
 from common.utils.gradient_fit import norms, side_by_side
@@ -63,6 +64,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
         if _starts_apart(of_family[0]):
             different_starts.append(of_family[0])
     exchanged = recording_exchanges(recording)
+    yield from filter(None, map(_part_apart, different_starts))
     if exchanged:
         yield from map(_different_start, different_starts)
     settings = [*_different_settings(replicas)]
@@ -176,6 +178,12 @@ class Replicas:
         if len({len(row) for row in rows}) == 1:
             numbers[step] = np.array(rows)
 
+    def unclipped(self, step: int) -> Numbers | None:
+        """Return what the ranks' optimisers would get if no rank clipped it; None if unknown."""
+        found: dict[int, Numbers] = {}
+        self._read(found, step, [record.unclipped or record.got for record in self.steps[step]])
+        return found.get(step)
+
     def _read_weights(self) -> None:
         """Read the weights where all are finite; none of what backward() never reaches."""
         some_got = any(map(np.any, self.got.values()))
@@ -247,6 +255,42 @@ def _different_start(replicas: Replicas) -> Finding:
         spread=spread.max(),
         names=listed(names, most=3),
     )
+
+
+def _part_apart(replicas: Replicas) -> Finding | None:
+    """Return the first update that makes a part different which was equal on ranks that differ.
+
+    Such a part had equal weights, and after an exchange equal gradients.
+    """
+    for step, records in replicas.steps.items():
+        if step + 1 not in replicas.weights or step not in replicas.weights:
+            continue
+        arrived = replicas.unclipped(step)
+        if arrived is None or step not in replicas.own:
+            continue
+        own = replicas.own[step]
+        exchanged = _differ(own, replicas.columns) & ~_differ(arrived, replicas.columns)
+        exchanged &= norms(arrived, replicas.columns).all(axis=0)
+        equal = exchanged & ~_differ(replicas.weights[step], replicas.columns)
+        apart = equal & (replicas.spread(step + 1) > SAME)
+        if not apart.any():
+            continue
+        clips = [record.clips for record in records]
+        lines = [clip.at for of_rank in clips for clip in of_rank]
+        return found(
+            "shared-part-diverges",
+            first_line(lines) or records[0].at,
+            step=step,
+            names=listed(np.array(replicas.names)[apart].tolist(), most=4),
+            spread=replicas.spread(step + 1)[apart].max(),
+            clips=listed(f"{len(of_rank)} on rank {n}" for n, of_rank in enumerate(clips)),
+        )
+    return None
+
+
+def _differ(rows: Numbers, columns: list[slice]) -> NDArray[np.bool_]:
+    """Return by parameter whether the ranks' numbers differ, be it by rounding."""
+    return np.asarray(norms(rows - rows[0], columns).max(axis=0) != 0)
 
 
 def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:

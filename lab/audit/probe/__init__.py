@@ -52,7 +52,8 @@ backward step (as Probe.step counts), micro (number of this backward in the step
 step     an update of an optimiser: o, step (from 0), optimizer, micro (backwards since the last
          step), own (samples: this rank's own gradients, added up since .grad was last cleared; 0
          where none arrived, NaN where nobody knows), got (samples of what the optimiser gets, right
-         before the update), own_norm and got_norm (over all parameters, in full; own_norm is null
+         before the update), unclipped (the same before it was clipped; left out if it was not),
+         own_norm and got_norm (over all parameters, in full; own_norm is null
          with several backwards), lr [per group], settings {name: value of the first group}, scale
          (of GradScaler, or 1), clips [[kind "norm" or "value", limit, total norm or null,
          collectives before it in this step, at, unscaled (GradScaler.unscale_ has run)]], kept (of
