@@ -8,7 +8,7 @@ the places that an exception's text may begin at.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -24,17 +24,21 @@ _MOST_LAST = 500  # lines to look for the last words of a run
 _MOST_WORDS = 2
 _NEAR = 200  # lines, to look for a time
 _DIGITS = b"0123456789"
-# Words of lines that may say something about a failure, in lower case and without digits.
-_TELLING = re.compile(
+# What lines say that may tell of a failure, in lower case and without digits
+_TELLING_PHRASES = (
     rb"error|exception|traceback|fail|fatal|kill|signal|abort|terminat|segmentation|core dumped"
-    rb"|denied|not found|no such|cannot|can't|unable|refused|time limit|timed out|timeout"
-    rb"|exit ?code|exited|exit status|return code|out of memory|oom|warn|cancelled|usage: |quota"
-    rb"|evicted|not enough|verification|\.py\", line |keyboardinterrupt|interrupted|what\(\)"
-    rb"|setting omp_num|deprecated|waiting in store|was not called|perform barrier|strides do not"
-    rb"|insufficient|bus error|illegal|no module named|back-?off|imagepull|as root"
-    rb"|loss is|step creation|nvrm|not recognized|duplicate gpu"
-    rb"|nccl\w{0,20}(?: warn|error|usage)|key\(s\)"
+    rb"|denied|not found|no such|cannot|can't|could not|unable|refused|time limit|timed out|timeout"
+    rb"|exit code|exitcode|exited|exit status|return code|out of memory|oom|warn|cancelled|usage: "
+    rb"|quota|evicted|low on|not enough|verification|\.py\", line |keyboardinterrupt|interrupted"
+    rb"|what\(\)|setting omp_num|deprecated|waiting in store|was not called|perform barrier"
+    rb"|strides do not|insufficient|bus error|illegal|no module named|back-off|backoff|imagepull"
+    rb"|as root|is nan\b|is -inf\b|is inf\b|step creation|nvrm|not recognized|duplicate gpu|key\(s\)"
+    rb"|nccl warn|invalidusage|build stopped|global rank"
 )
+_TELLING = re.compile(_TELLING_PHRASES)
+# Each word of a log is searched once: the longest ones of the phrases.
+_LONGEST_WORDS = [max(phrase.split(), key=len) for phrase in _TELLING_PHRASES.split(b"|")]
+_TELLING_WORD = re.compile(b"|".join([*_LONGEST_WORDS, rb"line|\.py:|group"]))
 # The first line of a traceback, a frame, or an exception
 _RAISING = re.compile(
     rb"Traceback \(most|, line |\.py:|(?:Error|Exception|Interrupt|Group)(?:$|[:(])"
@@ -108,7 +112,8 @@ class Log:
             self._places[shape].append(place)
         self.telling_shapes: list[list[int]] = []
         self.raising: list[int] = []
-        for shape, places in self._places.items():
+        for shape in _with_telling_words(self._places):
+            places = self._places[shape]
             if _RAISING.search(shape):
                 self.raising += places
             if len(self.telling_shapes) < _MOST_TELLING and _TELLING.search(shape.lower()):
@@ -216,6 +221,19 @@ class Log:
                     owners[self.line(place).owner].append(self.line(place))
                 found.append(owners)
         return found
+
+
+def _with_telling_words(shapes: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the shapes with a word that may tell of a failure; each word is looked up once."""
+    seen: set[bytes] = set()
+    telling: set[bytes] = set()
+    for shape in shapes:
+        words = set(shape.lower().split())
+        new = words - seen
+        seen |= new
+        telling.update(filter(_TELLING_WORD.search, new))
+        if not telling.isdisjoint(words):
+            yield shape
 
 
 def _grows(lines: Sequence[LogLine], begin: int, place: int) -> bool:
