@@ -230,7 +230,7 @@ MOST_STATEMENTS = {
     "lab/comparison": 250,
     "lab/doctor": 390,
     "lab/evidence": 220,
-    "lab/explain": 650,
+    "lab/explain": 720,
     "lab/fleet": 80,
     "lab/grade": 2270,
     "lab/learn": 2040,
