@@ -44,6 +44,7 @@ def repeat_of(run: FinishedRun, *, emulated: bool = False) -> Repeat:
         step_seconds=[(step.step, seconds) for step in steps if (seconds := _whole(step))],
         test_accuracy=run.summary.test_accuracy,
         test_loss=run.summary.test_loss,
+        train_accuracy=_accuracy(steps[-1]) if steps else None,
         precision=precision,
         mean_iteration_seconds=run.summary.mean_iteration_seconds,
         load_per_core=run.summary.load_per_core,
@@ -59,6 +60,10 @@ def _loss(step: StepRecord) -> tuple[int, float | None]:
     if math.isnan(step.loss):
         return step.step, None
     return step.step, step.loss
+
+
+def _accuracy(step: StepRecord) -> float | None:
+    return None if math.isnan(step.accuracy) else step.accuracy
 
 
 def _whole(step: StepRecord) -> float:

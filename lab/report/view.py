@@ -15,11 +15,13 @@ from statistics import fmean, median
 from typing import Literal
 
 from common.errors import UserError
-from common.runs import shared_nodes
+from common.runs import TimelineFile, mean_seconds, shared_nodes
 from common.say import count, listed, rate_text
-from common.sync import STRATEGIES
+from common.sync import STRATEGIES, plan_class
 from common.sync.memory_cost import Memory
+from common.sync.plans.base import ReplicatedPlan
 from common.utils.grouping import grouped
+from lab.comparison.cell import interval
 from lab.comparison.record import (
     Cell,
     Comparison,
@@ -29,10 +31,13 @@ from lab.comparison.record import (
     PredictedCell,
     Repeat,
 )
+from lab.predict.variants import split_variant
 from lab.report.claims import CellClaim, claim_of
+from lab.report.timeline import message_share
 from lab.units import parse_rate
 
 NOTHING = "–"
+NOISY = 0.5  # of the time: a wider interval gets a warning
 Place = Literal["node", "rank"]
 Interval = tuple[float, float]
 _NOT_MEASURED = Medians(
@@ -43,6 +48,10 @@ _NOT_MEASURED = Medians(
 @dataclass(frozen=True, eq=False)
 class CellRow:
     """A cell and what follows from it, in seconds, bytes and ratios.
+
+    ``seconds`` is what the report compares: the assignment's mean iteration without the first, or
+    the step where a cell beside it has no such mean. It is a mean over the repeats, like ``step``,
+    and its interval is of that mean. The sections are medians over the repeats.
 
     baseline : the cell of a single rank. place : "node" if each rank has a machine of its own,
     a real or an emulated one, or shares one with as many as each other rank; else "rank", as for
@@ -55,6 +64,8 @@ class CellRow:
     prediction: PredictedCell | None = None
     place: Place = "rank"
     emulated_compute: bool = False
+    by_iterations: bool = False
+    timeline: TimelineFile | None = None
 
     @property
     def sync(self) -> str:
@@ -101,31 +112,75 @@ class CellRow:
     def medians(self) -> Medians:
         return self.cell.medians or _NOT_MEASURED
 
-    @property
+    @cached_property
     def step(self) -> float:
-        return self.medians.step
+        """The step, whose sections are ``medians``; 0 if nothing was measured."""
+        if self.cell.medians is None:
+            return 0.0
+        return fmean(self._steps or [self.cell.medians.step])
+
+    @property
+    def _steps(self) -> list[float]:
+        return [mean_seconds(run.ranks).step for run in self.runs if run.ranks]
+
+    @property
+    def _iterations(self) -> list[float]:
+        means = [run.mean_iteration_seconds for run in self.runs]
+        return [mean for mean in means if mean]
+
+    @cached_property
+    def seconds(self) -> float:
+        """The time that is compared: of an iteration, or of a step."""
+        return fmean(self._iterations) if self.by_iterations else self.step
 
     def interval(self, name: str) -> Interval | None:
-        """Return the 95 % interval over the repeats of ``name``, or None for a single repeat."""
+        """Return the 95 % interval over the repeats of ``name``, or None for a single repeat.
+
+        name : "seconds", "step", "iteration", or a section's.
+        """
+        if name == "seconds":
+            name = "iteration" if self.by_iterations else "step"
         low, high = (self.cell.intervals or {}).get(name, (None, None))
+        if name == "step":
+            low, high = interval(self._steps)
+        elif name == "iteration":
+            low, high = interval(self._iterations)
         if low is None or high is None:
             return None
         return low, high
 
     @property
+    def noisy(self) -> bool:
+        """Whether the 95 % interval is wider than half of the time."""
+        ends = self.interval("seconds")
+        return ends is not None and ends[1] - ends[0] > NOISY * self.seconds
+
+    @cached_property
+    def own_work(self) -> float | None:
+        """The seconds of sync in which the strategy computed: compressed, added, copied.
+
+        The recorded step's share of the time after waiting, in which no message of a rank was under
+        way. None: not separated, because no step was recorded.
+        """
+        if self.timeline is None:
+            return None
+        share = message_share(self.timeline.ranks)
+        return None if share is None else (1 - share) * self.medians.wire
+
+    @property
     def speedup(self) -> float | None:
         one = self.baseline
-        if one is None or not one.step or not self.step:
+        if one is None or not one.seconds or not self.seconds:
             return None
-        return self._over_one_node(one, one.step, self.step)
+        return self._over_one_node(one, one.seconds, self.seconds)
 
     @property
     def speedup_interval(self) -> Interval | None:
-        """The range of the speed-up over both step intervals; infinite if this cell's reaches 0."""
+        """The range of the speed-up over both intervals; infinite if this cell's reaches 0."""
         if self.baseline is None:
             return None
-        one = self.baseline.interval("step")
-        own = self.interval("step")
+        one = self.baseline.interval("seconds")
+        own = self.interval("seconds")
         if one is None or own is None or own[1] <= 0:
             return None
         slowest = self._over_one_node(self.baseline, one[0], own[1])
@@ -150,18 +205,14 @@ class CellRow:
 
     @property
     def mean_iteration(self) -> float | None:
-        """The mean time of an iteration without the first; the median over the repeats."""
-        means = [run.mean_iteration_seconds for run in self.runs if run.mean_iteration_seconds]
-        return median(means) if means else None
+        """The mean time of an iteration without the first; the mean over the repeats."""
+        return fmean(self._iterations) if self._iterations else None
 
     @property
-    def mean_iteration_ratio(self) -> float | None:
-        """One rank's mean iteration over this one's; the speed-up is that of the median steps."""
-        own = self.mean_iteration
-        one = self.baseline.mean_iteration if self.baseline is not None else None
-        if self.baseline is None or one is None or not own:
-            return None
-        return self._over_one_node(self.baseline, one, own)
+    def train_accuracy(self) -> float | None:
+        """The accuracy of the last step's batch, the mean over the repeats that have one."""
+        found = [run.train_accuracy for run in self.runs if run.train_accuracy is not None]
+        return fmean(found) if found else None
 
     @property
     def last_loss(self) -> float | None:
@@ -198,11 +249,35 @@ class CellRow:
         if self.cell.ranks_per_node > 1:
             sent = [sent for sent, _ in self.link_bytes]
             return sent[0] / sum(sent) if any(sent) else None
+        sent = self.bytes_sent
+        return sent[0] / sum(sent) if any(sent) else None
+
+    @property
+    def counted(self) -> bool:
+        """Whether its runs counted the bytes that the ranks sent."""
+        return self.medians.root_bytes_sent is not None
+
+    @cached_property
+    def bytes_sent(self) -> list[float]:
+        """The bytes of each rank in a step; by the strategy's plan where none were counted.
+
+        Empty if the plan is unknown.
+        """
         root = self.medians.root_bytes_sent
-        if not root:
-            return None
-        others = self.medians.others_bytes_sent or 0.0
-        return root / (root + (self.nodes - 1) * others)
+        if root is not None:
+            return [root] + [self.medians.others_bytes_sent or 0.0] * (self.ranks - 1)
+        if self.prediction is not None and self.prediction.bytes_sent:
+            return self.prediction.bytes_sent
+        strategy, _ = split_variant(self.sync)
+        gradients = self.predicted_memory.get("gradients", 0)
+        if not self.exact or strategy not in STRATEGIES or not gradients:
+            return []
+        plan = plan_class(strategy)
+        if not issubclass(plan, ReplicatedPlan):
+            return []
+        return [
+            float(plan().bytes_sent([gradients], rank, self.ranks)) for rank in range(self.ranks)
+        ]
 
     @property
     def link_bytes(self) -> list[tuple[float, float]]:
@@ -254,6 +329,24 @@ class CellRow:
 
 
 Rows = Sequence[CellRow]
+
+
+def steady(rows: Rows) -> list[CellRow]:
+    """Return the rows that are not noisy, or all if all are; the fastest first."""
+    quiet = [row for row in rows if not row.noisy]
+    return sorted(quiet or rows, key=lambda row: row.seconds)
+
+
+def tied(rows: Rows) -> list[CellRow]:
+    """Return the fastest row, and those whose intervals overlap its own; noisy ones come last."""
+    best = steady(rows)[0]
+    ends = best.interval("seconds")
+    found = [best]
+    for row in sorted(rows, key=lambda row: (row.noisy, row.seconds)):
+        own = row.interval("seconds")
+        if row is not best and ends and own and own[0] <= ends[1]:
+            found.append(row)
+    return found
 
 
 def _largest(memories: Iterable[Memory | None]) -> Memory:
@@ -416,11 +509,14 @@ def _rows(
     """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
     members = [cell for cell in cells if cell.nodes > 1 and cell.rate == rate]
     baseline = None
+    measured = [cell for cell in cells if cell.medians is not None]
+    runs = [run for cell in measured for run in cell.runs]
+    by_iterations = bool(runs) and all(run.mean_iteration_seconds for run in runs)
     singles = [cell for cell in cells if cell.nodes == 1]
     if singles:
         one = min(singles, key=lambda cell: cell.rate != rate)  # of this rate, or else of any
         members.append(one)
-        baseline = CellRow(one, place=_place_alone(members))
+        baseline = CellRow(one, place=_place_alone(members), by_iterations=by_iterations)
     predicted: dict[str, PredictedCell] = {}
     if comparison.prediction is not None:
         predicted = comparison.prediction.cells
@@ -431,6 +527,8 @@ def _rows(
             predicted.get(cell.id),
             _place(members) if cell.nodes > 1 else _place_alone(members),
             emulated_compute,
+            by_iterations,
+            comparison.timelines.get(cell.id),
         )
         for cell in members
     ]
@@ -507,9 +605,9 @@ def seconds_text(value: float, scale: float) -> str:
     return f"{value:.5f}"
 
 
-def interval_text(row: CellRow) -> str:
-    """Return the 95 % interval of a step as `` [0.351, 0.366]``, or an empty text without one."""
-    ends = row.interval("step")
+def interval_text(row: CellRow, name: str = "seconds") -> str:
+    """Return a 95 % interval of a row as `` [0.351, 0.366]``, or an empty text without one."""
+    ends = row.interval(name)
     if ends is None:
         return ""
     low, high = ends
