@@ -9,17 +9,18 @@ half of a step, and says of several properties that they are not separated.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from operator import attrgetter
 
 from common.say import factor_text, percent
-from common.sync import BUILT_IN, STRATEGIES, plan_class
+from common.sync import STRATEGIES, plan_class
 from common.sync.plans.base import MessagePlan
 from lab.predict.variants import split_variant
 from lab.report.timeline import hidden_seconds
-from lab.report.view import CellRow, Interval, Rows, seconds_text, steady
+from lab.report.view import CellRow, Interval, Rows, order, seconds_text, steady
 
 BUSY = 1.5  # programs for each core; ranks alone make it 1 at most, unless they share cores
 EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
@@ -29,60 +30,70 @@ _ASSIGNMENT = ("all_reduce", "ddp")  # compared even if the chain passes them by
 
 # --- what sets strategies apart ---
 
-# The way of the gradients, by a kind of message; the first that a plan has.
-_WAYS = {
-    "gather": "through rank 0",
-    "reduce": "to rank 0 and back, added on the way",
-    "tree": "up and down a tree",
-    "halving_doubling": "in halves between pairs",
+# The words of each property, by what marks a plan; the first that it has, "" if it has no other.
+_WORDS = {
+    "way": {
+        "node": "within nodes, then between them",
+        "gather": "through rank 0",
+        "reduce": "to rank 0 and back, added on the way",
+        "tree": "up and down a tree",
+        "halving_doubling": "in halves between pairs",
+        "": "among all ranks",
+    },
+    "pieces": {
+        "gradient": "a message a tensor",
+        "layer": "messages a layer",
+        "": "tensors joined in buffers",
+    },
+    "content": {
+        "kept entries": "the largest entries",
+        "P": "thin matrices",
+        "entries": "entries of 2 bytes",
+        "": "whole gradients",
+    },
+    "update": {"sharded": "each rank updates a part", "": "each rank updates all"},
+    "code": {
+        "PartThree": "PyTorch's wrapper",
+        "by hand": "messages by hand",
+        "": "the library's collectives",
+    },
 }
-_ALL = "among all ranks"
-_PIECES = {"gradient": "a message a tensor", "layer": "messages a layer"}
-_JOINED = "tensors joined in buffers"
-_COMPRESSED = {"kept entries", "P", "Q", "entries"}  # amounts of a plan that sends less
 
 
 def properties(sync: str) -> dict[str, str]:
     """Return what sets a strategy apart, each property in words, by its plan.
 
-    These are the way of its gradients, what one message carries, when the messages leave, what
-    they contain, what a rank updates, whose code sends, and the size of buckets. A strategy that is
-    not this project's has a property that no other one has.
+    These are those of ``_WORDS``, when the messages leave, and the size of buckets. A strategy that
+    is not this project's has a property that no other one has.
     """
     strategy, bucket_mb = split_variant(sync)
     if strategy not in STRATEGIES:
         return {"strategy": sync}
     plan = plan_class(strategy)
-    groups = [group for group in plan.messages if group.each != "model"]
-    lines = [line for group in groups for line in group.lines]
-    kinds = {line.kind for line in lines} | {group.pattern for group in groups}
-    way = next((way for kind, way in _WAYS.items() if kind in kinds), _ALL)
-    if any(line.among != "all" for line in lines):
-        way = "within nodes, then between them"
-    content = "whole gradients"
-    if any(_COMPRESSED.intersection(line.nbytes.of) for line in lines):
-        content = f"what {strategy} keeps"
-    code = "the library's collectives"
-    if strategy in BUILT_IN:
-        code = "PyTorch's wrapper"
-    elif any(group.pattern for group in groups):
-        code = "messages by hand"
-    return {
-        "way": way,
-        "pieces": next((_PIECES[group.each] for group in groups if group.each in _PIECES), _JOINED),
-        "leave": plan.leave,
-        "content": content,
-        "update": "a part on each rank" if plan.shards_update else "all on each rank",
-        "code": code,
-        "bucket": "the usual buckets" if bucket_mb is None else f"buckets of {bucket_mb} MiB",
-    }
+    marks = {"", STRATEGIES[strategy].part}
+    if plan.shards_update:
+        marks.add("sharded")
+    for group in plan.messages:
+        if group.each == "model":
+            continue
+        marks.add(group.each)
+        if group.pattern:
+            marks |= {group.pattern, "by hand"}
+        for line in group.lines:
+            marks |= {line.kind, line.among, *line.nbytes.of}
+    found = {}
+    for name, words in _WORDS.items():
+        found[name] = next(text for mark, text in words.items() if mark in marks)
+    found["leave"] = plan.leave
+    if bucket_mb is not None:
+        found["bucket"] = f"buckets of {bucket_mb} MiB"
+    return found
 
 
 def apart(first: str, second: str) -> list[str]:
     """Return the names of the properties in which two strategies differ."""
-    ours = properties(first)
-    theirs = properties(second)
-    return [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    different = properties(first).items() ^ properties(second).items()
+    return sorted(dict(different), reverse=True)
 
 
 # --- one difference ---
@@ -165,26 +176,22 @@ class Gap:
 
 # --- a chain of differences ---
 
-Place = TypeVar("Place")
 
-
-def _route(
-    start: Place, end: Place, places: Sequence[Place], sync_of: Callable[[Place], str]
-) -> list[Place]:
-    """Return the way from start to end over ``places`` whose steps differ in least at once.
+def _route(start: str, end: str, syncs: Iterable[str]) -> list[str]:
+    """Return the way from start to end over other strategies whose steps differ in least at once.
 
     A step costs the square of the number of properties in which its ends differ.
     """
-    cost = {start: 0}
-    before: dict[Place, Place] = {}
-    left = list(places)
-    while left:
-        place = min(left, key=lambda one: cost.get(one, math.inf))
+    cost: dict[str, float] = defaultdict(lambda: math.inf, {start: 0})
+    before: dict[str, str] = {}
+    left = {*syncs, start, end}
+    while end in left:
+        place = min(sorted(left, key=order), key=cost.__getitem__)
         left.remove(place)
         for other in left:
-            steps = max(1, len(apart(sync_of(place), sync_of(other))))
-            if cost[place] + steps**2 < cost.get(other, math.inf):
-                cost[other] = cost[place] + steps**2
+            through = cost[place] + max(1, len(apart(place, other)) ** 2)
+            if through < cost[other]:
+                cost[other] = through
                 before[other] = place
     way = [end]
     while way[-1] != start:
@@ -197,9 +204,10 @@ def decomposition(rows: Rows) -> list[Gap]:
 
     Their seconds add up to the difference of the two.
     """
-    places = steady(rows)
-    way = _route(places[-1], places[0], places, lambda row: row.sync)
-    return [Gap(faster=after, slower=before) for before, after in pairwise(way)]
+    named = {row.sync: row for row in steady(rows)}
+    in_order = list(named)
+    way = _route(in_order[-1], in_order[0], named)
+    return [Gap(faster=named[after], slower=named[before]) for before, after in pairwise(way)]
 
 
 def beside(rows: Rows, steps: Sequence[Gap]) -> list[Gap]:
@@ -227,9 +235,7 @@ def _in_order(first: CellRow, second: CellRow) -> Gap:
 
 def missing(gap: Gap) -> list[str]:
     """Return strategies whose runs would split a difference into single properties, if any."""
-    ends = (gap.slower.sync, gap.faster.sync)
-    others = [sync for sync in STRATEGIES if sync not in ends and sync != "none"]
-    way = _route(*ends, [ends[0], *others, ends[1]], str)
+    way = _route(gap.slower.sync, gap.faster.sync, STRATEGIES.keys() - {"none"})
     return way[1:-1]
 
 
@@ -242,27 +248,26 @@ def reasons(rows: Rows) -> list[str]:
     if len(steps) == 1:
         return [why(steps[0])]
     whole = Gap(faster=steps[-1].faster, slower=steps[0].slower)
-    intro = f"{difference(whole)}, in {len(steps)} steps that add up to it:"
-    in_order = sorted(steps, key=lambda gap: -gap.seconds)
-    return [intro, *(reason(gap, whole) for gap in in_order)]
+    lines = [f"{difference(whole)} less, in {len(steps)} steps that add up to it:"]
+    for gap in sorted(steps, key=attrgetter("seconds"), reverse=True):
+        lines.append(reason(gap, whole))
+    return lines
 
 
 def reason(gap: Gap, whole: Gap) -> str:
     """Say how much of a whole difference a step is, and what makes it."""
-    upward = Gap(faster=gap.slower, slower=gap.faster) if gap.seconds < 0 else gap
-    return f"{percent(gap.seconds / whole.seconds)}, {difference(gap)}. {why(upward)}"
+    share = percent(gap.seconds / whole.seconds)
+    return f"{share}, {difference(gap)}. {why(_in_order(gap.slower, gap.faster))}"
 
 
 def difference(gap: Gap) -> str:
-    """Return the two strategies and the seconds between them, with their interval."""
+    """Return the two strategies and the seconds that the second one saves, with their interval."""
     scale = gap.faster.step
     ends = ""
     if gap.interval is not None:
         low, high = gap.interval
         ends = f" [{seconds_text(low, scale)}, {seconds_text(high, scale)}]"
-    change = "less" if gap.seconds >= 0 else "more"
-    seconds = seconds_text(abs(gap.seconds), scale)
-    return f"{gap.slower.sync} to {gap.faster.sync}: {seconds} s{ends} {change}"
+    return f"{gap.slower.sync} to {gap.faster.sync} {seconds_text(gap.seconds, scale)} s{ends}"
 
 
 def compared(faster: CellRow, slower: CellRow) -> str:
@@ -300,29 +305,28 @@ def _what_differs(gap: Gap) -> str:
     theirs = properties(gap.slower.sync)
     texts = []
     for name in gap.apart:
-        label = _LABELS.get(name, "")
-        old = theirs.get(name, "another strategy").removeprefix("leave ")
-        texts.append(f"{label}{ours.get(name, 'another strategy')}, not {old}")
-    text = f"What differs: {'; '.join(texts)}."
+        new = ours.get(name, "the usual")
+        old = theirs.get(name, "the usual").removeprefix("leave ")
+        texts.append(f"{_LABELS.get(name, '')}{new}, not {old}")
+    text = f"What differs: {'; '.join(texts)}. "
     if len(texts) < 2:
-        return f"{text} "
-    text += " They are not separated: "
-    lacking = missing(gap)
-    text += f"no run of {' or '.join(lacking)}." if lacking else "no strategy lies between."
-    if "leave" in gap.apart and gap.faster.timeline is not None and gap.faster.timeline.ranks:
-        hidden = seconds_text(hidden_seconds(gap.faster.timeline.ranks), gap.faster.step)
-        text += f" In the recorded step backward hides {hidden} s of {gap.faster.sync}'s messages."
-    return f"{text} "
+        return text
+    lacking = " or ".join(missing(gap)) or "a strategy between them"
+    text += f"They are not separated: no run of {lacking}. "
+    step = gap.faster.timeline
+    if "leave" in gap.apart and step is not None and step.ranks:
+        hidden = seconds_text(hidden_seconds(step.ranks), gap.faster.step)
+        text += f"In the recorded step backward hides {hidden} s of {gap.faster.sync}'s messages. "
+    return text
 
 
 def _not_the_messages(gap: Gap) -> str:
     """Say what most of the difference is, where the messages do not explain it."""
     slower = gap.slower
-    threads = [_threads(row) for row in (gap.faster, slower)]
-    if threads[0] != threads[1]:
+    if _threads(gap.faster) != _threads(slower):
         return (
-            f"The ranks of {gap.faster.sync} had {_list_threads(threads[0])}, those of "
-            f"{slower.sync} {_list_threads(threads[1])}: their compute cannot be compared."
+            f"The ranks of {gap.faster.sync} had {_threads(gap.faster)} threads, those of "
+            f"{slower.sync} {_threads(slower)}: their compute cannot be compared."
         )
     if gap.communication < _HALF:
         return f"{_of_it(gap.compute, first=True)} of the difference is compute: {_compute(gap)}."
@@ -366,13 +370,8 @@ def _of_it(share: float, *, first: bool = False) -> str:
     return "All" if first else "all"
 
 
-def _threads(row: CellRow) -> list[int]:
-    return sorted({rank.threads for run in row.runs for rank in run.ranks})
-
-
-def _list_threads(threads: list[int]) -> str:
-    text = " or ".join(map(str, threads))
-    return f"{text} thread" if threads == [1] else f"{text} threads"
+def _threads(row: CellRow) -> str:
+    return " or ".join(sorted({str(rank.threads) for run in row.runs for rank in run.ranks}))
 
 
 def load(row: CellRow) -> float:
@@ -383,10 +382,7 @@ def load(row: CellRow) -> float:
 
 def leaving(row: CellRow) -> str:
     """Return when the strategy's messages leave, to continue "the messages"."""
-    strategy = row.sync.partition("-")[0]
-    if strategy not in STRATEGIES:
-        return MessagePlan.leave
-    return plan_class(strategy).leave
+    return properties(row.sync).get("leave", MessagePlan.leave)
 
 
 def messages(row: CellRow) -> str:

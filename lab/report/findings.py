@@ -10,6 +10,7 @@ or tied?".
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -45,7 +46,6 @@ from lab.report.view import (
 
 SPEED, EQUAL = "Which is fastest", "Do all ranks get the mean gradient"
 PAIRS = "Other pairs"
-ITERATION = "Mean iteration time"
 BOUND, REACH = "What takes the time", "Limits"
 _ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine reaches
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
@@ -263,12 +263,11 @@ def _speed_of_several(rows: Rows) -> str:
     if not others:
         return f"{named(best)} is fastest: {shortest} s {a_step(best)}{ratio}"
     names = strategies([named(row) for row in (best, *others)], of=len(rows))
-    longest = seconds_text(max(row.seconds for row in others), best.step)
-    noise = [row.sync for row in others if row.noisy]
-    reason = f"; the repeats of {listed(noise)} differ too much" if noise else ""
-    if best.noisy:
-        reason = "; their repeats differ too much"
-    between = f"({shortest} to {longest} s {a_step(best)}; their 95 % intervals overlap{reason})"
+    between = _range([row.seconds for row in (best, *others)], best.step)
+    between = f"({between} s {a_step(best)}; their 95 % intervals overlap"
+    if noise := list(filter(attrgetter("noisy"), (best, *others))):
+        between += f"; the repeats of {listed(_syncs(noise))} differ too much"
+    between += ")"
     if last in others:
         return f"{names} cannot be told apart {between}"
     return f"{names} are fastest, and cannot be told apart {between}{ratio}"
@@ -278,7 +277,8 @@ def fastest(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the fastest strategy; strategies that compute something else take no part."""
     right = sorted((row for row in rows if not row.wrong), key=lambda row: row.seconds)
     if right:
-        evidence = "; ".join(f"{row.sync} {timed(row)}" for row in right)
+        alone = [row.baseline for row in right[:1] if row.baseline is not None]
+        evidence = "; ".join(f"{row.sync} {timed(row)}" for row in [*right, *alone])
         yield ReportFinding(SPEED, f" {speed(right)}.", evidence)
 
 
@@ -288,28 +288,6 @@ def pairs(_: ComparisonGroup, rows: Rows) -> Found:
     if len(right) > 1:
         for gap in beside(right, decomposition(right)):
             yield ReportFinding(PAIRS, f" {difference(gap)}. {why(gap)}")
-
-
-def iterations(_: ComparisonGroup, rows: Rows) -> Found:
-    """Give the assignment's numbers: mean iteration times, and how many times as fast as one rank.
-
-    Of one rank and of the largest number of ranks.
-    """
-    means = {row: mean for row in rows if (mean := row.mean_iteration) is not None}
-    most = max((row.nodes for row in means), default=0)
-    texts = []
-    for row, mean in means.items():
-        seconds = f"{seconds_text(mean, mean)} s"
-        if row.nodes == 1:
-            texts.append(f"one {row.place} {seconds}")
-        elif row.nodes == most and row.by_iterations and row.speedup:
-            texts.append(f"{row.name} {seconds} ({factor_text(row.speedup)} times as fast)")
-        elif row.nodes == most:
-            texts.append(f"{row.name} {seconds}")
-    if texts:
-        yield ReportFinding(
-            ITERATION, f"The mean iteration time without the first iteration: {listed(texts)}."
-        )
 
 
 def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
@@ -333,11 +311,15 @@ def _why_slower(rows: Rows) -> str:
     first = rows[0]
     one = first.baseline or first
     alone = one.step - one.medians.sync
-    compute = [row.step - row.medians.sync for row in rows]
+    compute = []
+    exposed = []
+    for row in rows:
+        compute.append(row.step - row.medians.sync)
+        exposed.append(row.medians.sync)
     text = (
         f"Of a step, compute takes {_range(compute, one.step)} s, with one {first.alone} "
         f"{seconds_text(alone, one.step)} s; exposed communication takes "
-        f"{_range([row.medians.sync for row in rows], one.step)} s."
+        f"{_range(exposed, one.step)} s."
     )
     if any(row.cell.oversubscribed for row in rows):
         text += " The ranks share cores: they compute in turns."
@@ -415,78 +397,65 @@ def step_parts(row: CellRow) -> dict[str, float]:
 
 
 def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
-    """Compare the time spent waiting for slower ranks with the rest of the exchange."""
-    evidence = "; ".join(
-        f"{row.sync} waiting {seconds_text(row.medians.wait, row.step)} s, "
-        f"exchange {seconds_text(row.medians.wire, row.step)} s"
-        for row in rows
-    )
-    late = [row for row in rows if row.medians.wait > row.medians.wire]
-    if not late:
-        yield ReportFinding(
-            BOUND, " no strategy waits longer for slower ranks than its exchange takes.", evidence
-        )
-    by_certainty = grouped((_surely_waits_longer(row), row) for row in late)
-    for certain, members in by_certainty.items():
-        what = "ranks wait longer for slower ranks than the exchange takes"
+    """Name the strategies that wait longer for slower ranks than the rest of their sync takes."""
+    for row in rows:
+        medians = row.medians
+        if medians.wait <= medians.wire:
+            continue
+        wait = row.interval("wait")
+        wire = row.interval("wire")
+        end = "; it ran once, so this is not certain."
+        certain = wait is not None and wire is not None and wait[0] > wire[1]
         if certain:
             end = ". A faster network would save less than half of the exposed time."
-        elif certain is None:
-            end = "; it ran once, so this is not certain."
-        else:
+        elif wait is not None:
             end = ", but the 95 % intervals overlap."
-        text = f" {listed(_syncs(members))}: {what}{end}"
-        yield ReportFinding(BOUND, text, evidence, caution=not certain)
-
-
-def _surely_waits_longer(row: CellRow) -> bool | None:
-    """Return whether the 95 % interval of waiting lies above that of the rest; None without one."""
-    wait = row.interval("wait")
-    wire = row.interval("wire")
-    if wait is None or wire is None:
-        return None
-    return wait[0] > wire[1]
+        yield ReportFinding(
+            BOUND,
+            f" {row.sync}: ranks wait longer for slower ranks than the exchange takes{end}",
+            f"waiting {seconds_text(medians.wait, row.step)} s, exchange "
+            f"{seconds_text(medians.wire, row.step)} s",
+            caution=not certain,
+        )
 
 
 def root_share(block: ComparisonGroup, rows: Rows) -> Found:
     """Compare rank 0's share of all bytes sent with an equal share; or node 0's, of all links."""
-    root = "rank 0" if block.ranks_per_node == 1 else "node 0"
-    shares = {}
-    uncounted = []
+    shares: dict[str, float] = {}
+    planned = []
     for row in rows:
-        share = row.root_share
-        if share is None:
-            uncounted.append(row.sync)
-        else:
-            shares[row.sync] = share
-    if uncounted:
+        if row.root_share is not None:
+            shares[row.sync] = row.root_share
+            if not row.counted:
+                planned.append(row.sync)
+    if len(shares) < len(rows):
         yield ReportFinding(
             "Bytes",
-            f" the bytes of {listed(uncounted)} were not counted, and no plan is known here: add "
-            "--timeline to the runs.",
+            f" the bytes of {listed([sync for sync in _syncs(rows) if sync not in shares])} were "
+            "not counted, and no plan is known here: add --timeline to the runs.",
             caution=True,
         )
-    if not shares:
-        return
-    equal = 1 / rows[0].nodes
+    if shares:
+        text = _shares_text(shares, equal=1 / rows[0].nodes, every=len(shares) == len(rows))
+        if planned:
+            text += f" By the plan, not counted: {listed(planned)}."
+        root = "rank 0" if block.ranks_per_node == 1 else "node 0"
+        yield ReportFinding("Bytes", f" {root} {text}", "; ".join(_each(shares, 1)))
+
+
+def _shares_text(shares: Mapping[str, float], *, equal: float, every: bool) -> str:
+    """Say whether rank 0 sends more than an equal share. every : of all strategies."""
     heavy = [sync for sync, share in shares.items() if share > EQUAL_SHARE * equal]
+    text = f"sends about its share with {listed(list(shares))}"
     if heavy:
         text = f"sends more than its share with {listed(heavy)}"
-    elif uncounted:
-        text = f"sends about its share with {listed(list(shares))}"
-    else:
+    elif every:
         text = "sends about its share with any strategy"
     most = max(shares, key=shares.__getitem__)
     text += f": up to {percent(shares[most], 1)} of all bytes"
     if len(heavy) > 1:
         text += f" ({most})"
-    planned = [row.sync for row in rows if row.sync in shares and not row.counted]
-    source = f" By the plan, not counted: {listed(planned)}." if planned else ""
-    yield ReportFinding(
-        "Bytes",
-        f" {root} {text}; an equal share would be {percent(equal, 1)}.{source}",
-        "; ".join(_each(shares, 1)),
-    )
+    return f"{text}; an equal share would be {percent(equal, 1)}."
 
 
 # --- what was learned, also on one rank ---
@@ -765,7 +734,7 @@ def _agree(formula: Sequence[float], counted: Sequence[float]) -> bool:
     return all(abs(expected - found) <= 0.5 for expected, found in pairs)
 
 
-_WHOLE = (unfinished, noisy, iterations)
+_WHOLE = (unfinished, noisy)
 _ON_NODES = (
     *(mean_gradients, fastest, pairs, slower_than_one, above_ideal),
     *(bounds, stragglers, root_share, losses_by_shard),

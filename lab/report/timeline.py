@@ -89,12 +89,15 @@ def message_share(ranks: Sequence[RankTimeline]) -> float | None:
     None without messages, or without such a time. A message is also under way while it waits for
     ranks that have not called it yet.
     """
-    parts = [sync_parts(ranks, rank) for rank in ranks]
-    under_way = sum(_length(part["wire"]) for part in parts)
-    whole = under_way + sum(_length(part["own"]) for part in parts)
-    if whole == 0 or not any(rank.messages for rank in ranks):
+    under_way = 0.0
+    own = 0.0
+    for rank in ranks:
+        parts = sync_parts(ranks, rank)
+        under_way += _length(parts["wire"])
+        own += _length(parts["own"])
+    if under_way + own == 0 or not any(rank.messages for rank in ranks):
         return None
-    return under_way / whole
+    return under_way / (under_way + own)
 
 
 def sync_parts(ranks: Iterable[RankTimeline], rank: RankTimeline) -> dict[str, list[Span]]:

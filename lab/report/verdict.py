@@ -1,6 +1,7 @@
 """The answer that a report opens with: one sentence and three numbers."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from common.say import factor_text, listed, percent
@@ -142,7 +143,7 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
     equal = tied(rows)
     who = best.name
     if len(equal) > 1:
-        who = f"{best.name}; {listed([row.sync for row in equal])} cannot be told apart"
+        who = f"{best.name}; {listed(map(attrgetter('sync'), equal))} cannot be told apart"
     numbers = [(f"shortest {a_step(best).partition(' ')[2]}", timed(best), who)]
     if best.nodes > 1:
         sync = best.medians.sync

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, filterfalse
+from operator import attrgetter
 from statistics import fmean, median
 from typing import Literal
 
@@ -125,13 +126,14 @@ class CellRow:
 
     @property
     def _iterations(self) -> list[float]:
-        means = [run.mean_iteration_seconds for run in self.runs]
-        return [mean for mean in means if mean]
+        return _known(run.mean_iteration_seconds for run in self.runs)
 
     @cached_property
     def seconds(self) -> float:
         """The time that is compared: of an iteration, or of a step."""
-        return fmean(self._iterations) if self.by_iterations else self.step
+        if self.by_iterations:
+            return self.mean_iteration or 0.0
+        return self.step
 
     def interval(self, name: str) -> Interval | None:
         """Return the 95 % interval over the repeats of ``name``, or None for a single repeat.
@@ -165,7 +167,9 @@ class CellRow:
         if self.timeline is None:
             return None
         share = message_share(self.timeline.ranks)
-        return None if share is None else (1 - share) * self.medians.wire
+        if share is None:
+            return None
+        return (1 - share) * self.medians.wire
 
     @property
     def speedup(self) -> float | None:
@@ -206,32 +210,28 @@ class CellRow:
     @property
     def mean_iteration(self) -> float | None:
         """The mean time of an iteration without the first; the mean over the repeats."""
-        return fmean(self._iterations) if self._iterations else None
+        return _mean_of_known(self._iterations)
 
     @property
     def train_accuracy(self) -> float | None:
         """The accuracy of the last step's batch, the mean over the repeats that have one."""
-        found = [run.train_accuracy for run in self.runs if run.train_accuracy is not None]
-        return fmean(found) if found else None
+        return _mean_of_known(run.train_accuracy for run in self.runs)
 
     @property
     def last_loss(self) -> float | None:
         """The training loss of the last step; the median over the repeats."""
-        lasts = [run.losses[-1][1] for run in self.runs if run.losses]
-        known = [loss for loss in lasts if loss is not None]
+        known = _known(run.losses[-1][1] for run in self.runs if run.losses)
         return median(known) if known else None
 
     @property
     def test_accuracy(self) -> float | None:
         """The mean accuracy on the test images over the repeats that have one."""
-        found = [run.test_accuracy for run in self.runs if run.test_accuracy is not None]
-        return fmean(found) if found else None
+        return _mean_of_known(run.test_accuracy for run in self.runs)
 
     @property
     def test_loss(self) -> float | None:
         """The mean loss on the test images over the repeats that have one."""
-        found = [run.test_loss for run in self.runs if run.test_loss is not None]
-        return fmean(found) if found else None
+        return _mean_of_known(run.test_loss for run in self.runs)
 
     @property
     def error(self) -> float | None:
@@ -250,12 +250,14 @@ class CellRow:
             sent = [sent for sent, _ in self.link_bytes]
             return sent[0] / sum(sent) if any(sent) else None
         sent = self.bytes_sent
-        return sent[0] / sum(sent) if any(sent) else None
+        if not any(sent):
+            return None
+        return sent[0] / sum(sent)
 
     @property
     def counted(self) -> bool:
-        """Whether its runs counted the bytes that the ranks sent."""
-        return self.medians.root_bytes_sent is not None
+        """Whether its runs counted the bytes that were sent; over links they always are."""
+        return self.cell.ranks_per_node > 1 or self.medians.root_bytes_sent is not None
 
     @cached_property
     def bytes_sent(self) -> list[float]:
@@ -275,9 +277,8 @@ class CellRow:
         plan = plan_class(strategy)
         if not issubclass(plan, ReplicatedPlan):
             return []
-        return [
-            float(plan().bytes_sent([gradients], rank, self.ranks)) for rank in range(self.ranks)
-        ]
+        sent = plan().bytes_sent
+        return [float(sent([gradients], rank, self.ranks)) for rank in range(self.ranks)]
 
     @property
     def link_bytes(self) -> list[tuple[float, float]]:
@@ -333,8 +334,8 @@ Rows = Sequence[CellRow]
 
 def steady(rows: Rows) -> list[CellRow]:
     """Return the rows that are not noisy, or all if all are; the fastest first."""
-    quiet = [row for row in rows if not row.noisy]
-    return sorted(quiet or rows, key=lambda row: row.seconds)
+    quiet = list(filterfalse(attrgetter("noisy"), rows))
+    return sorted(quiet or rows, key=attrgetter("seconds"))
 
 
 def tied(rows: Rows) -> list[CellRow]:
@@ -342,11 +343,20 @@ def tied(rows: Rows) -> list[CellRow]:
     best = steady(rows)[0]
     ends = best.interval("seconds")
     found = [best]
-    for row in sorted(rows, key=lambda row: (row.noisy, row.seconds)):
+    for row in sorted(rows, key=attrgetter("noisy", "seconds")):
         own = row.interval("seconds")
         if row is not best and ends and own and own[0] <= ends[1]:
             found.append(row)
     return found
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = _known(values)
+    return fmean(known) if known else None
 
 
 def _largest(memories: Iterable[Memory | None]) -> Memory:
@@ -509,9 +519,7 @@ def _rows(
     """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
     members = [cell for cell in cells if cell.nodes > 1 and cell.rate == rate]
     baseline = None
-    measured = [cell for cell in cells if cell.medians is not None]
-    runs = [run for cell in measured for run in cell.runs]
-    by_iterations = bool(runs) and all(run.mean_iteration_seconds for run in runs)
+    by_iterations = _have_iterations(cells)
     singles = [cell for cell in cells if cell.nodes == 1]
     if singles:
         one = min(singles, key=lambda cell: cell.rate != rate)  # of this rate, or else of any
@@ -533,6 +541,12 @@ def _rows(
         for cell in members
     ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
+
+
+def _have_iterations(cells: Sequence[Cell]) -> bool:
+    """Return whether every run recorded its mean iteration, so that all can be compared by it."""
+    runs = [run for cell in cells if cell.medians is not None for run in cell.runs]
+    return bool(runs) and all(run.mean_iteration_seconds for run in runs)
 
 
 def _place(cells: Sequence[Cell]) -> Place:

@@ -26,6 +26,7 @@ WIRE = {
     "topk": 0.03,
     "ddp_fp16": 0.006,
     "ddp_powersgd": 0.004,
+    "all_reduce_flat": 0.048,
 }
 SHRINK = {"topk": 0.04, "ddp_fp16": 0.5, "ddp_powersgd": 0.012}  # of the bytes, if not exact
 SHARES = {"data": 0.01, "forward": 0.33, "backward": 0.64, "update": 0.02}

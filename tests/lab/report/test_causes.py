@@ -79,7 +79,7 @@ def test_a_cause_needs_half_of_the_difference(communication, given):
         # it waits for a rank that the machine slows: the messages take no longer
         (timed("all_reduce", 5.6, 2.2, wait=1.9), "waiting for slower ranks", "Why"),
         # other settings
-        (timed("all_reduce", 9.0, 0.3, threads=2), "had 1 thread, those of all_reduce 2", "noise"),
+        (timed("all_reduce", 9.0, 0.3, threads=2), "had 1 threads, those of all_reduce 2", "noise"),
         # busy during one of the two runs: its messages were slowed as well
         (timed("all_reduce", 5.6, 2.2, load=2.4), "not equally busy", "Why"),
         # compute that takes less: the messages are more than the whole difference

@@ -140,7 +140,6 @@ CASES = (
     ("ring: ranks wait longer for slower ranks than", waits(0.19, 0.21)),
     ("than the exchange takes. A faster network", waits(0.19, 0.21), waits(0.05, 0.35)),
     ("takes, but the 95 % intervals overlap", waits(0.05, 0.35), waits(0.19, 0.21)),
-    ("no strategy waits longer", SAME, waits(0.19, 0.21)),
     ("the largest part of a step", SAME, NO_TIMES),
     ("rank 0 sends more than its share with ring: up to 75.0 %", sends(3e6), sends(1.1e6)),
     ("By the plan, not counted: ring.", sends(None)),
@@ -159,8 +158,13 @@ CASES = (
     ("Not run yet: ring on 2 nodes", ring(status="pending")),
     ("Only partly done", ring(status="partial")),
     ("The repeats of ring on 2", step("ring", 0.559, 0.3, 0.8), step("ring", 0.559, 0.4, 0.6)),
-    # of the largest number of nodes and of one, the mean of iterations next to the speed-up
-    ("one node 1.100 s, ring on 2 nodes 0.615 s (1.79 times as fast)", MEANS, SAME),
+    # one measure: the assignment's mean iteration, if every run has it
+    ("ddp is fastest: 0.600 s an iteration, 1.03 times as fast as ring", MEANS, SAME),
+    (
+        "ddp is fastest: 0.514 s a step",
+        MEANS | {"ring.repeats.mean_iteration_seconds": None},
+        MEANS,
+    ),
 )
 
 
