@@ -8,9 +8,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 from common.say import count
@@ -33,22 +31,17 @@ from lab.audit.records import (
 )
 from lab.audit.result import Failure
 from lab.audit.runner import AuditRun
-from lab.explain.diagnosis import filled, find_known, flags_of, words_of
-from lab.explain.episodes import KnownError, tracebacks
-from lab.explain.streams import Log
-from lab.fleet.first_failure import find_root_failure, last_error_line
+from lab.explain.diagnosis import (
+    filled,
+    find_known,
+    first_to_fail,
+    flags_of,
+    is_consequence,
+    words_of,
+)
+from lab.explain.episodes import Episode, KnownError
 
-# Of errors that another rank's end causes.
-_CONSEQUENCE = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|Process(Raised|Exited)|ChildFailed|"
-    "Socket (Timeout|closed)"
-)
 _CONNECTS_TO = re.compile(r"(?:host |connect to |addresses of )[\[(]?([\w.-]+)\]?[:,]")
-# The prefix of each line, and what torchrun prints about itself once a rank has failed.
-_TORCHRUNS_OWN = re.compile(
-    r"^(?:\[(?:rank|default)\d+\]:\s?)?(?:[EW]\d{4} [^\n]*torch/distributed/elastic/.*)?",
-    re.MULTILINE | re.DOTALL,
-)
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
 _GLOOS_PLACE = re.compile(r"\[enforce fail at [^][]*\]\s*")
 _ERROR = re.compile(r"[Ee]rror|Exception|printed nothing")
@@ -102,7 +95,7 @@ def _first_error(run: AuditRun) -> Error | None:
     """Return the first error before the cut that another rank's end does not explain, or None."""
     errors = [error for process in run.recording.processes for error in process.of(Error)]
     early = [error for error in errors if not error.after_cut]
-    causes = [error for error in early if not _CONSEQUENCE.search(f"{error.type} {error.message}")]
+    causes = [error for error in early if not is_consequence(f"{error.type}: {error.message}")]
     return min(causes, key=lambda error: error.t, default=None)
 
 
@@ -181,17 +174,21 @@ def _too_little(run: AuditRun) -> Failure | None:
 def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> Failure:
     """Return the error of the rank that failed first, with its cause and what to try.
 
-    error : as recorded; None: the last one that the rank printed is returned.
+    error : as recorded; None: the first failure that the rank printed is returned.
     gone : a rank that left in silence, and with an error's status; it counts as the first.
     """
-    message, printed = _first_to_fail(run, gone)
-    told = f"{message}\n{_last_error(printed)}"
+    culprit, message, episode = _first_to_fail(run, gone)
+    at = _place(error, episode, run)
+    told = episode.message
+    found = episode.known
     if error is not None:
         kind_and_text = (error.type, without_colours(error.message).strip())
         told = ": ".join(filter(None, kind_and_text))
         message = textwrap.shorten(told.splitlines()[0], 300, placeholder=" …")
-    at = _place(error, printed, run)
-    found = _known(told, f"{at or ''}\n{printed[-_PRINTED:]}")
+        around = f"{at or ''}\n{without_colours(run.output(culprit))[-_PRINTED:]}"
+        found = find_known(told, around=lambda: around, before=lambda: around)
+    if found is not None and found.kind == "note":
+        found = None
     if at is not None:
         message = f"{message.rstrip('.')} (at {at})"
     elif found is None and not _ERROR.search(message):
@@ -201,29 +198,23 @@ def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> 
     return _explained(Failure(f"{message}{end}", at=at), found, told, run)
 
 
-def _first_to_fail(run: AuditRun, gone: RankRecords | None) -> tuple[str, str]:
-    """Return how the rank ended that failed first, and what it printed; see ``_own_error``."""
-    outputs = {
-        number: _TORCHRUNS_OWN.sub("", without_colours(run.output(number))) for number in run.failed
-    }
+def _first_to_fail(run: AuditRun, gone: RankRecords | None) -> tuple[int, str, Episode]:
+    """Return the process that failed first, a message, and its failure; see ``_own_error``."""
     statuses = {number: run.statuses[number] or 0 for number in run.failed}
-    failed = [gone.rank] if gone is not None and gone.rank in statuses else list(run.failed)
-    culprit, message = find_root_failure(
-        failed,
-        statuses,
-        outputs,
-        name="rank" if run.command.one_process_a_rank else "process",
-    )
-    return message, outputs[culprit]
+    if gone is not None and gone.rank in statuses:
+        statuses = {gone.rank: statuses[gone.rank]}
+    outputs = {number: run.output(number) for number in statuses}
+    name = "rank" if run.command.one_process_a_rank else "process"
+    return first_to_fail(statuses, outputs, name=name)
 
 
-def _place(error: Error | None, printed: str, run: AuditRun) -> CodeLine | None:
+def _place(error: Error | None, episode: Episode, run: AuditRun) -> CodeLine | None:
     """Return the line of the script at which it failed, or None.
 
     The probe records the line that imports a file which Python cannot read; the printed traceback
     names the line in that file.
     """
-    printed_place = next(_printed_places(printed, run), None)
+    printed_place = _printed_place(episode, run)
     if error is None:
         return printed_place
     if error.type in _UNREADABLE:
@@ -231,34 +222,15 @@ def _place(error: Error | None, printed: str, run: AuditRun) -> CodeLine | None:
     return error.at or printed_place
 
 
-def _last_error(printed: str) -> str:
-    """Return the last line that names an error, and what follows it."""
-    line = last_error_line(printed).removesuffix(" …")
-    place = printed.rfind(line)
-    return printed[place:][:_PRINTED]
-
-
-def _printed_places(printed: str, run: AuditRun) -> Iterator[CodeLine]:
-    """Yield the lines of the script in the printed tracebacks, the last first."""
+def _printed_place(episode: Episode, run: AuditRun) -> CodeLine | None:
+    """Return the innermost line of the script in a printed traceback, or None."""
     cwd = run.settings.cwd
     folder = os.path.realpath(run.command.user_folder(cwd))
-    episodes = [*chain.from_iterable(tracebacks(Log(printed.encode())))]
-    for episode in reversed(episodes):
-        for frame in reversed(episode.frames):
-            path = os.path.realpath(cwd / frame.file)
-            if not frame.file.startswith("<") and belongs_to(path, folder):
-                yield CodeLine(os.path.relpath(path, folder), frame.line, frame.source)
-
-
-def _known(told: str, around: str) -> KnownError | None:
-    """Return the known error that a rank's message shows, or None.
-
-    told : the message.
-    around : what else the rank printed, with the lines of its traceback: it can support what the
-        message shows, but is no error by itself.
-    """
-    found = find_known(told, around=lambda: around, before=lambda: around)
-    return None if found is None or found.kind == "note" else found
+    for frame in reversed(episode.frames):
+        path = os.path.realpath(cwd / frame.file)
+        if not frame.file.startswith("<") and belongs_to(path, folder):
+            return CodeLine(os.path.relpath(path, folder), frame.line, frame.source)
+    return None
 
 
 def _explained(failure: Failure, error: KnownError | None, told: str, run: AuditRun) -> Failure:

@@ -17,9 +17,9 @@ from common.utils.processes import GRACE_SECONDS, on_signals, shell_status
 from lab.cluster.cluster import Cluster
 from lab.cluster.nodes import FAULTS, Nodes, find_nodes
 from lab.cluster.program import NOT_FOUND, check_placeholders, node_environment, parse_python
+from lab.explain.diagnosis import first_to_fail
 from lab.flags import add_command, add_flags
 from lab.fleet.conclusion import STOPS, conclude
-from lab.fleet.first_failure import find_root_failure
 from lab.fleet.prefixed_output import PrefixedOutput, log_name, write_log
 from lab.terminal import say
 from lab.units import parse_rate
@@ -173,7 +173,7 @@ def _report_failure(cluster: Cluster, failed: Mapping[int, int]) -> int:
     """
     outputs = {rank: cluster.output(rank) for rank in failed}
     name = "node" if cluster.ranks_per_node == 1 else "rank"
-    culprit, message = find_root_failure(list(failed), failed, outputs, name=name)
+    culprit, message, _ = first_to_fail(failed, outputs, name=name)
     print(f"error: {message} (output: {cluster.log(culprit)})", file=sys.stderr)
     return shell_status(failed[culprit])
 

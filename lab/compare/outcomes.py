@@ -14,7 +14,7 @@ from common.utils.atomic_files import read_regular
 from common.utils.typed_json import calm
 from lab.compare.cells import Run
 from lab.comparison.record import Repeat
-from lab.fleet.first_failure import find_root_failure
+from lab.explain.diagnosis import first_to_fail
 
 # The facts of ``environment.json`` that must agree for times to be comparable.
 MACHINE_FACTS = ("cpu", "gpus", "torch", "usable_cores")
@@ -144,5 +144,5 @@ def describe_failure(statuses: Mapping[int, int], logs: Mapping[int, Path]) -> s
         if logs[rank].exists():
             output = read_regular(logs[rank], last_bytes=_MOST_LOG_BYTES)
             texts[rank] = output.decode(errors="replace")
-    culprit, message = find_root_failure(list(statuses), statuses, texts, name="rank")
+    culprit, message, _ = first_to_fail(statuses, texts, name="rank")
     return f"{message} (its output: {logs[culprit]})"

@@ -8,14 +8,16 @@ at all. output.py prints it. No torch is imported.
 
 import re
 import signal
+import textwrap
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 
 from common.say import ranks_text
+from common.utils.processes import how_ended
 from lab.explain.episodes import ROOT_CAUSE, Episode, KnownError, exits, tracebacks
 from lab.explain.streams import Log
 
@@ -25,6 +27,7 @@ KINDS = ("cause", "symptom", "echo", "note")
 _TABLE = Path(__file__).with_name("known_errors.toml")
 _NEAR = 40  # lines, of a traceback
 _MOST_OTHERS = 6
+_MOST_SAID = 500  # characters
 # The beginning of this project's messages for the user
 _OWN_MESSAGE = re.compile(r"error(?: \(rank \d+\))?: ")
 _ERROR_LINE = (
@@ -213,6 +216,43 @@ def diagnose(logs: Sequence[Log]) -> list[Episode]:
     return [first, *[*reversed(others.values())][:_MOST_OTHERS], *reversed(notes.values())]
 
 
+def first_to_fail(
+    statuses: Mapping[int, int], outputs: Mapping[int, str], *, name: str
+) -> tuple[int, str, Episode]:
+    """Return the rank or node that caused the failure of the others, a message, and its failure.
+
+    Parameters
+    ----------
+    statuses : of those that failed, in the order in which they ended; a negative status is a
+        signal's number. If each of them only reacted to another one, the first of them counts.
+    outputs : what each of them printed.
+    name : "rank" or "node".
+    """
+    logs = {rank: Log(outputs[rank].encode()) for rank in statuses}
+    culprit = next(iter(statuses))
+    first = next(iter(diagnose([*logs.values()])), None)
+    if first is None or first.role != "initiator":
+        first = failure_in(outputs[culprit])
+    else:
+        culprit = next(rank for rank, log in logs.items() if log is first.log)
+    # Whole words only: a path in the line can be copied.
+    said = textwrap.shorten(first.said, _MOST_SAID, placeholder=" …")
+    return culprit, f"{name} {culprit} {how_ended(statuses[culprit])}: {said}", first
+
+
+def failure_in(output: str) -> Episode:
+    """Return what failed first in an output; its last line if nothing tells of a failure."""
+    log = Log(output.encode())
+    found = diagnose([log])
+    if found and found[0].role != "note":
+        return found[0]
+    printed = [place for place in range(log.end) if log.text(place).strip()]
+    if not printed:
+        return Episode(log, 0, 0, "it printed nothing", role="note")
+    last = printed[-1]
+    return Episode(log, last, last, log.text(last).strip(), role="note")
+
+
 def _raised(log: Log) -> list[Episode]:
     """Return the exceptions of a log with their roles; of a chain the first that is known."""
     found = [_first_of(errors) for errors in tracebacks(log)]
@@ -256,6 +296,14 @@ def _role(episode: Episode) -> str:
         return _ROLES[episode.known.kind]
     is_own = episode.raised_by == "the program" or not _REACTION.search(episode.said)
     return "initiator" if is_own else "reaction"
+
+
+def is_consequence(said: str) -> bool:
+    """Return whether an exception's type and message tell of the end of another process."""
+    known = find_known(said)
+    if known is not None:
+        return _ROLES[known.kind] == "reaction"
+    return _REACTION.search(said) is not None or _BY_WORDS["wrapper"].search(said) is not None
 
 
 def _lines(log: Log, raised: Sequence[Episode]) -> list[Episode]:

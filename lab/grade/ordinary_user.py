@@ -18,7 +18,7 @@ import msgspec
 
 from lab.audit.isolation import RunNetwork, run_network
 from lab.audit.runner import HOOK
-from lab.fleet.first_failure import last_error_line
+from lab.explain.diagnosis import failure_in
 from lab.grade.driven import RUNNER
 from lab.grade.sandbox import Task, ordinary_user
 
@@ -38,12 +38,12 @@ def refused(task: Task) -> str | None:
     if entered.returncode != 0:
         return f"an ordinary user cannot enter {temporary}: chmod a+x it and the folders above"
     if found.returncode != 0 or found.stdout:
-        what = found.stdout.strip() or last_error_line(found.stderr)
+        what = found.stdout.strip() or failure_in(found.stderr).said
         return f"an ordinary user cannot read all ({what}): chmod a+rX it and the folders above"
     if imported.returncode != 0 and Path(task.program).name.startswith("python"):
         return (
             f"an ordinary user cannot run {task.program} with torch "
-            f"({last_error_line(imported.stderr)}): install it outside of /root"
+            f"({failure_in(imported.stderr).said}): install it outside of /root"
         )
     return None
 

@@ -33,7 +33,7 @@ from lab.audit.isolation import (
 )
 from lab.audit.runner import HOOK
 from lab.cluster import tools
-from lab.fleet.first_failure import last_error_line
+from lab.explain.diagnosis import failure_in
 from lab.fleet.namespaces import enter_words
 from lab.grade.driven import RUNNER
 from lab.grade.findings import OwnFinding
@@ -147,7 +147,7 @@ def refused(task: Task) -> str | None:
         return f"not everybody may read what the rubric names: chmod -R a+rX {files}"
     program = task.program
     if imported.returncode != 0 and Path(program).name.startswith("python"):
-        return f"{program} cannot import torch in it ({last_error_line(imported.stderr)})"
+        return f"{program} cannot import torch in it ({failure_in(imported.stderr).said})"
     return None
 
 

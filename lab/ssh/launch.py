@@ -21,8 +21,8 @@ from common.say import count, listed
 from common.utils.paths import new_folder
 from common.utils.processes import on_signals, shell_status, wait_for_ranks
 from common.utils.system import allow_most_descriptors
+from lab.explain.diagnosis import first_to_fail
 from lab.fleet.conclusion import STOPS, conclude
-from lab.fleet.first_failure import find_root_failure
 from lab.fleet.prefixed_output import PrefixedOutput, log_name, write_log
 from lab.ssh.command import NodeCommand, read_command
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts, share_hosts
@@ -202,7 +202,7 @@ def _report_failure(
     outputs = {node.host.rank: "\n".join(node.lines) for node in failed}
     statuses = {node.host.rank: node.poll() or 0 for node in failed}
     name = "node" if end.ranks_per_node == 1 else "rank"
-    culprit, message = find_root_failure(list(outputs), statuses, outputs, name=name)
+    culprit, message, _ = first_to_fail(statuses, outputs, name=name)
     if lost:
         culprit = lost[0].host.rank
         message = (

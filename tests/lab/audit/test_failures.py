@@ -83,7 +83,7 @@ def test_the_scripts_own_error_and_what_to_try(tmp_path, error, known, advice):
         ("einx_not_there", "python has no package einx_not_there: install it there"),
         ("torchvison", "Did you mean torchvision?"),
         ("benchmrks", "Did you mean benchmarks?"),
-        ("first_failure", "first_failure is in lab/fleet: cd to that folder"),
+        ("prefixed_output", "prefixed_output is in lab/fleet: cd to that folder"),
     ],
 )
 def test_a_missing_module_is_misspelt_or_elsewhere_or_not_installed(tmp_path, module, advice):
