@@ -223,7 +223,7 @@ MOST_STATEMENTS = {
     "common/utils": 790,
     "courses": 400,
     "lab": 280,
-    "lab/audit": 5380,
+    "lab/audit": 5760,
     "lab/calibrate": 600,
     "lab/cluster": 620,
     "lab/compare": 1020,
@@ -234,11 +234,11 @@ MOST_STATEMENTS = {
     "lab/fleet": 80,
     "lab/grade": 2270,
     "lab/learn": 2040,
-    "lab/predict": 2030,
+    "lab/predict": 2100,
     "lab/proofs": 260,
-    "lab/report": 1790,
+    "lab/report": 2010,
     "lab/ssh": 670,
-    "lab/whatif": 420,
+    "lab/whatif": 430,
 }
 # Over common, lab and benchmarks together. The goal is 30 complex functions.
 MOST_NODES_PER_STATEMENT = 6.7
