@@ -216,6 +216,7 @@ class Loss(msgspec.Struct):
     samples: int | None
     target_hash: int | None
     value: float | None = None
+    counted: float | None = None
 
 
 class Backward(LineRecord, tag="backward"):

@@ -45,8 +45,9 @@ backward step (as Probe.step counts), micro (number of this backward in the step
          dtypes (of what its modules returned)]], one if model.forward() is called directly, loss
          {node, reduction,
          arriving, samples, target_hash, value} or null (arriving: the gradient that reaches the
-         loss node, added up; 0 without one; value: of the tensor from which the pass began), synced
-         (whether DDP was to average after its latest forward; null without DDP), seconds,
+         loss node, added up; 0 without one; value: of the tensor from which the pass began;
+         counted: of how many targets a classification's mean is, without those of ignore_index),
+         synced (whether DDP was to average after its latest forward; null without DDP), seconds,
          exposed_seconds (from this rank's last gradient to the end of backward), optimizers (the
          numbers of those whose parameters got a gradient), at
 step     an update of an optimiser: o, step (from 0), optimizer, micro (backwards since the last

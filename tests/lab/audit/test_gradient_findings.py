@@ -395,3 +395,32 @@ def test_zeros_on_some_ranks_alone_are_a_lost_result(exchange, name):
 
 def test_a_lost_result_explains_that_the_weights_part():
     assert told(train(lost_on(1)))[0] == ["result-lost"]
+
+
+def targets(*counted, **fields):
+    """Return changes by which the ranks' losses are means over these numbers of targets."""
+    changes = [("backward", "counted", lambda rank, _: counted[rank])]
+    return [*changes, *(("backward", name, value) for name, value in fields.items())]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "changes", "times"),
+    [
+        (mean, targets(512, 40, 128), "12.8 times"),
+        (mean, targets(512, 500, 490), None),  # nearly equal
+        (mean, targets(512, 40, None), None),
+        (mean, targets(512, 40, 128, arriving=0.5), None),  # scaled: by what, nobody knows
+        (times(2), targets(512, 40, 128), None),  # another fault
+        (
+            mean,
+            [
+                *targets(16, 8, 8),
+                ("backward", "samples", lambda rank, _: 8 if rank else 16),
+            ],
+            None,  # uneven-batches tells it
+        ),
+    ],
+)
+def test_means_over_unequal_numbers_of_targets_are_a_notice(exchange, changes, times):
+    told = [one for one in findings(train(exchange, changes=changes)) if "targets" in one.name]
+    assert [times in one.evidence[0] for one in told] == [True] * (times is not None)
