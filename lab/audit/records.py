@@ -337,6 +337,13 @@ class Stepped(OptimizerRecord, tag="stepped"):
     state: int | None
 
 
+class Unstepped(LineRecord, tag="unstepped"):
+    """An optimiser has taken no step so far; ``changed``: its parameters have, all the same."""
+
+    optimizer_number: int = msgspec.field(name="o")
+    changed: bool
+
+
 class Unapplied(LineRecord, tag="unapplied"):
     """Parameters that get gradients and lie in no optimiser, of a model that one trains.
 
@@ -473,6 +480,7 @@ Record = (
     | Weights
     | Step
     | Stepped
+    | Unstepped
     | Unapplied
     | Loader
     | Batch

@@ -35,8 +35,18 @@ from lab.audit.findings.where import (
     unawaited,
     uses_ddp,
 )
-from lab.audit.recording import Numbers, Recording
-from lab.audit.records import Backward, CodeLine, DdpBuilt, FsdpBuilt, Step
+from lab.audit.recording import Numbers, RankRecords, Recording
+from lab.audit.records import (
+    Backward,
+    CodeLine,
+    CollectiveCall,
+    Cut,
+    DdpBuilt,
+    Error,
+    FsdpBuilt,
+    Step,
+    Unstepped,
+)
 from lab.evidence import Evidence, judge, multiple, near
 
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
@@ -67,6 +77,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
     stepping = {rank.rank for rank in recording.ranks if rank.of(Step)}
     missing = sorted(set(range(recording.size)) - stepping)
     if missing:
+        yield from _steps_alone(recording, missing)
         yield Unknown(
             "gradients",
             f"no step of a torch optimiser was seen on rank {', '.join(map(str, missing))}",
@@ -76,6 +87,35 @@ def check(recording: Recording) -> Iterator[Outcome]:
     for replicas in [Replicas(recording, number) for number in numbers]:
         whose = f"the optimiser of {replicas.names[0]}" if len(numbers) > 1 else "the optimiser"
         yield from _check_optimizer(replicas, whose)
+
+
+def _steps_alone(recording: Recording, missing: Sequence[int]) -> Iterator[Finding]:
+    """Yield that a rank exchanges gradients and never changes its weights, to the program's end.
+
+    missing : the ranks that take no step.
+    """
+    if recording.hung or recording.of(Cut) or recording.of(Error):
+        return
+    stepping = max(recording.ranks, key=lambda rank: len(rank.of(Step)))
+    steps = stepping.of(Step)
+    for rank in recording.ranks:
+        if len(steps) > 1 and rank.rank in missing and _never_changes(rank):
+            yield found(
+                "steps-alone",
+                steps[0].at,
+                steps=len(steps),
+                rank=stepping.rank,
+                other=rank.rank,
+                backwards=len(rank.of(Backward)),
+            )
+            return
+
+
+def _never_changes(rank: RankRecords) -> bool:
+    """Return whether a rank exchanges gradients, and the parameters of its optimisers stay."""
+    sends = any(call.content == "gradient" for call in rank.of(CollectiveCall))
+    unstepped = rank.of(Unstepped)
+    return sends and bool(unstepped) and not any(record.changed for record in unstepped)
 
 
 def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:

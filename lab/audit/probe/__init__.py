@@ -62,6 +62,8 @@ step     an update of an optimiser: o, step (from 0), optimizer, micro (backward
          had used), at
 stepped  follows it at once: o, step, seconds (of the update), state (hash of samples of the
          optimiser's state; null if it has none)
+unstepped at each backward but the first, of an optimiser that has taken no step so far: o, changed
+         (whether its parameters are others than at the first), at (the line that made it)
 unapplied at the end, of a model that an optimiser trains: names (of the parameters that got
          gradients, lie in no optimiser that took a step, and did not change), steps (that left a
          gradient unused, of those sampled), numbers (that these have), every (that all have), at

@@ -125,6 +125,7 @@ class WatchedOptimizer:
     tensors : "group.index" of its parameters; FSDP2's, which are sharded, are left out.
     written : how many of these are in a record ``params``.
     weighed : the step whose weights have been written; -1 before the first.
+    first : samples of the parameters before the first step; None before they are written.
     clips : see the record ``step``.
     unclipped : samples of the gradients that this step has clipped, before that.
     unscaled : GradScaler has divided the gradients of this step by its scale.
@@ -138,6 +139,7 @@ class WatchedOptimizer:
         self.weighed = -1
         self.number: int | None = None
         self.tensors: dict[Tensor, str] = {}
+        self.first: list[Tensor] | None = None
         self.clips: list[list[Any]] = []
         self.unclipped: dict[Tensor, Tensor] = {}
         self.unscaled = False
@@ -243,6 +245,7 @@ class GradientWatch:
         for optimizer, watched in list(self._of.items()):
             if watched.number is None and any(key in self.serials for key in watched.tensors):
                 continue  # another one's parameters: perhaps it lies within that one
+            self._write_unstepped(watched)
             self._write_parameters(optimizer)
 
     def batch_begin(self, epoch: Any) -> None:
@@ -256,6 +259,14 @@ class GradientWatch:
                 self._write_weights(watched, last=True)
         for model in self._probe.forwards.models():
             self._write_unapplied(model)
+
+    def _write_unstepped(self, watched: WatchedOptimizer) -> None:
+        """Write before a backward that an optimiser has not stepped; have its weights changed?"""
+        if watched.steps or watched.first is None or not is_sampled(self.backward):
+            return
+        now = [take(tensor) for tensor in watched.tensors]
+        changed = join(now) != join(watched.first)
+        self._probe.record("unstepped", o=watched.number, changed=changed, at=watched.at)
 
     def _write_unapplied(self, model: dict[str, Tensor]) -> None:
         """Write which parameters of a model that trains get gradients, and never change."""
@@ -400,6 +411,8 @@ class GradientWatch:
         """Write the weights before the current step, unless they are written."""
         if watched.weighed < watched.steps:
             watched.weighed = watched.steps
+            if watched.first is None:
+                watched.first = [take(tensor) for tensor in watched.tensors]
             values = self._probe.samples(map(take, watched.tensors))
             self._probe.record(
                 "weights", o=watched.number, step=watched.steps, values=values, last=last

@@ -12,9 +12,9 @@ from lab.audit.findings.gradients import resolve
 from lab.audit.findings.properties import property_rows
 from lab.audit.findings.weights import check as check_weights
 from lab.audit.findings.where import exchanges
-from lab.audit.records import Backward
+from lab.audit.records import Backward, CollectiveCall, Step
 from lab.audit.result import verdict
-from tests.lab.audit.recordings import COLUMNS, gradients, mean, train
+from tests.lab.audit.recordings import COLUMNS, Rank, gradients, mean, train
 
 
 def told(recording):
@@ -424,3 +424,30 @@ def targets(*counted, **fields):
 def test_means_over_unequal_numbers_of_targets_are_a_notice(exchange, changes, times):
     told = [one for one in findings(train(exchange, changes=changes)) if "targets" in one.name]
     assert [times in one.evidence[0] for one in told] == [True] * (times is not None)
+
+
+def rank_0_steps(*, changed=False, without=Step, end="end"):
+    """Return a recording in which rank 1 takes no step."""
+    run = train(size=2)
+    idle = Rank(1)
+    for record in run.ranks[1].records:
+        if not isinstance(record, (Step, without)):
+            idle.add(record)
+    idle.record("unstepped", o=0, changed=changed, at=None)
+    idle.record(end)
+    run.ranks[1] = idle
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        (rank_0_steps(), ["steps-alone"]),
+        (rank_0_steps(changed=True), []),  # something sends it the weights
+        (rank_0_steps(without=CollectiveCall), []),  # it takes no part in the training
+        (rank_0_steps(end="cut"), []),  # they may still come
+        (train(size=2), []),
+    ],
+)
+def test_a_rank_that_exchanges_gradients_and_never_changes_is_a_fault(run, names):
+    assert [one.name for one in findings(run)] == names
