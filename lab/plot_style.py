@@ -34,6 +34,7 @@ SECTIONS = {
     "backward": "#1b66b3",
     "wait": "#cf7f12",
     "wire": "#b83a0b",
+    "own": "#c08448",
     "update": "#27986a",
 }
 SECTION_LABELS = {
@@ -41,7 +42,8 @@ SECTION_LABELS = {
     "forward": "forward",
     "backward": "backward",
     "wait": "sync: waiting for slower ranks",
-    "wire": "sync: on the wire",
+    "wire": "sync: exchange",
+    "own": "sync: the strategy computes",
     "update": "update",
     "rest": "outside the sections",
 }

@@ -11,14 +11,16 @@ from pathlib import Path
 from common.errors import UserError
 from common.say import count, counts
 from lab.audit.cli import check_flags
-from lab.audit.command import AuditCommand, parse_command
+from lab.audit.command import AuditCommand, parse_command, right_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import Finding
 from lab.audit.findings.private import shared_part
 from lab.audit.findings.where import groups
 from lab.audit.isolation import RunNetwork, record_folder, run_network
+from lab.audit.like import compare_runs, kept_recordings
 from lab.audit.performance import measure
+from lab.audit.recording import Recording
 from lab.audit.report import print_audit, write_json, write_page
 from lab.audit.result import AuditResult, Failure, verdict
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
@@ -47,6 +49,7 @@ def main_audit(args: argparse.Namespace) -> int:
     """
     command = parse_command(args.flags, args.rank0)
     check_flags(args, command)
+    right = _right(args.like, command)
     settings = RunSettings(
         steps=args.steps,
         clocks=args.clocks,
@@ -56,6 +59,11 @@ def main_audit(args: argparse.Namespace) -> int:
     network = partial(run_network, cwd=settings.cwd, isolate=args.isolate, rate=args.rate)
     with record_folder(args.keep) as folder:
         result = audit_script(command, args.ranks, folder, settings, network, rate=args.rate)
+        if right is not None:
+            of_right = partial(
+                audit_script, folder=folder / "like", settings=settings, network=network
+            )
+            result = _with_likeness(result, args.like, right, of_right)
     if args.json:
         write_json(args.json, result)
     if args.html:
@@ -65,6 +73,38 @@ def main_audit(args: argparse.Namespace) -> int:
         raise UserError(result.headline)  # there is nothing else to say
     print_audit(console, result)
     return result.status
+
+
+def _right(like: str | None, command: AuditCommand) -> AuditCommand | list[Recording] | None:
+    """Return the command that ``--like`` gives, or the runs in the folder that it names."""
+    if like is None:
+        return None
+    if not Path(like).is_dir():
+        return right_command(like, command)
+    with understood():
+        return kept_recordings(Path(like))
+
+
+def _with_likeness(
+    result: AuditResult,
+    like: str,
+    right: AuditCommand | Sequence[Recording],
+    audit_right: Callable[..., AuditResult],
+) -> AuditResult:
+    """Return the result with what the script does differently from a right one.
+
+    audit_right : audits a command on some numbers of ranks.
+    """
+    headline = None
+    if isinstance(right, AuditCommand):
+        sizes = [recording.asked_size or recording.size for recording in result.recordings]
+        of_right = audit_right(right, sizes)
+        if of_right.status:
+            headline = of_right.headline
+        right = of_right.recordings
+    with understood():
+        likeness = compare_runs(like, result.recordings, right, headline)
+    return dataclasses.replace(result, likeness=likeness)
 
 
 def audit_script(
@@ -139,7 +179,7 @@ def _run_size(
 ) -> AuditRun:
     """Run the script at a size, in a folder of its own; None: at the one that it chooses."""
     own = folder / f"{size or 'own'}-ranks"
-    own.mkdir()
+    own.mkdir(parents=True)
     with network(size or 1, own) as entered:
         run = run_audit_size(command, size, own, settings, network=entered)
     run.failure = explain_failure(run)

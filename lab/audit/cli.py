@@ -15,7 +15,7 @@ from lab.audit.command import AuditCommand, with_python
 from lab.flags import add_command
 
 _RANKS_PER_CORE = 4
-_TEXT_FLAGS = ("--rank0", "--json", "--html", "--keep")
+_TEXT_FLAGS = ("--rank0", "--like", "--json", "--html", "--keep")
 _PROGRAM = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|mpirun|srun|env|bash|sh)")
 
 
@@ -34,6 +34,13 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     )
     _add_flags_of_the_run(parser)
     _add_flags_of_the_output(parser)
+    parser.add_argument(
+        "--like",
+        metavar="RIGHT",
+        help="also list what the script does differently from a right one: that script, which runs "
+        "like the audited one; in quotes, with arguments of its own or as a whole command; or the "
+        "folder in which --keep left its records",
+    )
     parser.add_argument(
         "--timeout",
         type=float,

@@ -7,7 +7,7 @@ import re
 import shlex
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.errors import UserError
@@ -90,7 +90,10 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
             "no command: add it after --, for example lab audit -- python main.py --master-ip "
             "{master} --num-nodes {nodes} --rank {rank}"
         )
-    command = AuditCommand(tuple(words), None if rank0 is None else _words_of_rank0(rank0))
+    command = AuditCommand(tuple(words))
+    if rank0 is not None:
+        of_rank0 = _quoted_words(rank0, "--rank0", "give rank 0's whole command in quotes")
+        command = replace(command, rank0=of_rank0)
     starts_all = "{rank}" not in command.text and _with_flags(command.words) != command.words
     if command.rank0 is not None and starts_all:
         raise UserError(
@@ -101,18 +104,40 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
     return command
 
 
+def right_command(text: str, command: AuditCommand) -> AuditCommand:
+    """Return the command that ``--like`` gives: often a script alone, in place of the audited one.
+
+    Raises UserError for what is no command, or a script that has no place in the audited command.
+    """
+    words = _quoted_words(text, "--like", "give a script, a command in quotes or a folder")
+    if not words[0].endswith(".py"):
+        return parse_command(words, None)
+    if not Path(words[0]).is_file():
+        raise UserError(f"--like: there is no file {words[0]}")
+    scripts = [word for word in command.words if word.endswith(".py")]
+    if not scripts or command.rank0 is not None:
+        raise UserError(
+            "--like: the audited command does not run one .py file alone: give the right one's "
+            "whole command in quotes, or the folder in which lab audit --keep left its records"
+        )
+    place = command.words.index(scripts[0])
+    arguments = words[1:] or command.words[place + 1 :]
+    return AuditCommand((*command.words[:place], words[0], *arguments))
+
+
 def with_python(words: Sequence[str]) -> list[str]:
     """Return a command's words, with ``python`` before a script that stands alone."""
     return ["python", *words] if words[0].endswith(".py") else list(words)
 
 
-def _words_of_rank0(text: str) -> tuple[str, ...]:
+def _quoted_words(text: str, flag: str, cure: str) -> tuple[str, ...]:
+    """Return the words of a flag's command. Raises UserError if there are none."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        raise UserError(f"--rank0: {error} in {text!r}: give the command in quotes") from error
+        raise UserError(f"{flag}: {error} in {text!r}: give the command in quotes") from error
     if not words:
-        raise UserError("--rank0: got an empty command; give rank 0's whole command in quotes")
+        raise UserError(f"{flag}: got an empty command; {cure}")
     return words
 
 

@@ -32,7 +32,7 @@ from lab.predict.calibration_file import find_calibration
 from lab.predict.compute_model import StepCompute
 from lab.predict.event_model import predict_step
 from lab.predict.tables import message_plans
-from lab.report.drawings.timeline import union
+from lab.report.timeline import union
 
 Timed = TypeVar("Timed", bound=AnyRecord)
 Spans = Sequence[tuple[float, float]]

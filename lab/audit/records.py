@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 Samples = tuple[int, int]  # the place of the first of a process's numbers, and how many
+Mode = Literal["train", "eval", "both"]
 Index = Any  # as a sampler draws it: mostly an int, but anything that can be a key
 
 
@@ -194,11 +195,15 @@ class Forward(msgspec.Struct, array_like=True):
     """A forward pass that a backward has reached; ``through`` is DDP, a bypass of it, or a module.
 
     samples, input_hash : of the first tensor that it got; None without any.
+    mode : of the model; "both" if its parts differ.
+    dtypes : of what its modules returned.
     """
 
     samples: int | None
     input_hash: int | None
     through: Literal["ddp", "bypass", "module"]
+    mode: Mode | None = None
+    dtypes: list[str] = []
 
 
 class Loss(msgspec.Struct):
@@ -224,9 +229,21 @@ class Backward(LineRecord, tag="backward"):
 
 
 class Evaluation(LineRecord, tag="eval"):
+    """The first forward that does not train after a step; ``drew``: it drew random numbers."""
+
     step: int
     buffers: list[tuple[str, list[float]]]
     batchnorm_layers: int = msgspec.field(name="batchnorm")
+    mode: Mode | None = None
+    dtypes: list[str] = []
+    drew: bool = False
+
+
+class Autocast(LineRecord, tag="autocast"):
+    """The script has left autocast, switched on in training; ``model``: one ran within it."""
+
+    dtype: str
+    model: bool
 
 
 class Load(LineRecord, tag="load"):
@@ -393,7 +410,9 @@ class FileRecord(LineRecord):
 
 
 class Saved(FileRecord, tag="saved"):
-    """The script calls torch.save."""
+    """The script calls torch.save; ``holds``: kinds of content."""
+
+    holds: list[str] = []
 
 
 class Loaded(FileRecord, tag="loaded"):
@@ -444,6 +463,7 @@ Record = (
     | FsdpBuilt
     | Backward
     | Evaluation
+    | Autocast
     | RandomForward
     | Load
     | Parameters

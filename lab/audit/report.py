@@ -23,6 +23,7 @@ from common.utils.typed_json import calm, encode, label
 from lab.audit.findings.endings import epochs_of, evaluations_of, short_epochs_of
 from lab.audit.findings.finding import FAULT, Finding
 from lab.audit.findings.properties import PropertyRow
+from lab.audit.like import Likeness
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Start, TorchImported
@@ -131,6 +132,7 @@ class AuditContent(msgspec.Struct):
     runs: list[RunContent]
     versions: VersionsContent
     performance: Performance | None
+    likeness: Likeness | None = None
     replay: None = None  # kept for readers of older results
 
     # What the terminal and the page show, in sentences.
@@ -214,6 +216,7 @@ def content_of(result: AuditResult) -> AuditContent:
         runs=[_run_content(recording) for recording in result.recordings],
         versions=_versions(result.recordings),
         performance=result.performance,
+        likeness=result.likeness,
     )
     return msgspec.convert(_plain(msgspec.to_builtins(content)), AuditContent)
 
@@ -354,6 +357,8 @@ def _rows(audit: AuditContent) -> Iterator[_Row]:
         yield from _fault_rows("\nPOSSIBLE: ", possible, _STYLES[2])
     notices = [notice.shown for notice in audit.notices]
     yield from _property_rows(audit.properties)
+    if audit.likeness is not None:
+        yield from _list_rows(audit.likeness.heading, audit.likeness.shown)
     yield from _list_rows("Notices (details: --json or --html)", notices)
     yield from _list_rows("Speed", audit.speed)
 

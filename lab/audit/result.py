@@ -7,6 +7,7 @@ from typing import Literal
 from common.say import count, counts
 from lab.audit.findings.finding import FAULT, Finding
 from lab.audit.findings.properties import PropertyRow
+from lab.audit.like import Likeness
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Evaluation
@@ -66,6 +67,7 @@ class AuditResult:
     remarks : on the runs themselves, e.g. that the script fixes its number of ranks.
     performance : of the largest run; None if nothing was measured.
     failure : why a run could not be audited, or not to its end; None if all could.
+    likeness : how it differs from a right script; None without ``--like``. It makes no status.
     """
 
     command: str
@@ -77,6 +79,7 @@ class AuditResult:
     remarks: Sequence[str] = ()
     performance: Performance | None = None
     failure: Failure | None = None
+    likeness: Likeness | None = None
 
     @property
     def faults(self) -> list[Finding]:

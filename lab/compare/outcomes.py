@@ -44,6 +44,7 @@ def repeat_of(run: FinishedRun, *, emulated: bool = False) -> Repeat:
         step_seconds=[(step.step, seconds) for step in steps if (seconds := _whole(step))],
         test_accuracy=run.summary.test_accuracy,
         test_loss=run.summary.test_loss,
+        train_accuracy=_last_accuracy(steps),
         precision=precision,
         mean_iteration_seconds=run.summary.mean_iteration_seconds,
         load_per_core=run.summary.load_per_core,
@@ -59,6 +60,12 @@ def _loss(step: StepRecord) -> tuple[int, float | None]:
     if math.isnan(step.loss):
         return step.step, None
     return step.step, step.loss
+
+
+def _last_accuracy(steps: Sequence[StepRecord]) -> float | None:
+    """Return the accuracy of the last step that has one, which emulated compute never does."""
+    known = [step.accuracy for step in steps if not math.isnan(step.accuracy)]
+    return known[-1] if known else None
 
 
 def _whole(step: StepRecord) -> float:

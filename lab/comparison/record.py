@@ -53,8 +53,9 @@ class Repeat(Struct, kw_only=True):
 
     folder : relative to the comparison's, or absolute in a report on runs started by hand.
     losses : step and loss; None with emulated compute. step_seconds : step and its whole time on
-    rank 0, the first and the recorded ones too. machine : ``MACHINE_FACTS`` of the run. claim :
-    what each rank's optimiser got; None with one rank, with emulated compute, and in older files.
+    rank 0, the first and the recorded ones too. train_accuracy : of the last step's batch.
+    machine : ``MACHINE_FACTS`` of the run. claim : what each rank's optimiser got; None with one
+    rank, with emulated compute, and in older files.
     """
 
     repeat: Count = 0
@@ -69,6 +70,7 @@ class Repeat(Struct, kw_only=True):
     step_seconds: Annotated[list[tuple[Step, Seconds]], Meta(max_length=10_000_000)] = []
     test_accuracy: Share | None = None
     test_loss: Finite | None = None
+    train_accuracy: Share | None = None
     precision: Text | None = None
     mean_iteration_seconds: StepTime | None = None
     load_per_core: Finite | None = None

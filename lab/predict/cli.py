@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # slow to import, and --help imports this file
     from lab.predict.tables import PredictedStep
 
 
+TRANSPORTS = ["tcp", "tcp-vm", "tcp-server", "rdma", "rdma-host", "rdma-gpudirect"]
+MOST_ADAPTERS = 64
 GRADIENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -57,8 +59,15 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "software that sends (default: nccl with --step-time, else gloo)",
     },
     "--transport": {
-        "choices": ["tcp", "rdma"],
-        "help": "how it sends: tcp, or rdma for InfiniBand and RoCE (default: tcp)",
+        "choices": TRANSPORTS,
+        "help": "how it sends: tcp, or rdma for InfiniBand, RoCE and EFA; with the generation of "
+        "the nodes, or the likelier one for their --rate, which is printed (default: tcp)",
+    },
+    "--adapters": {
+        "type": int,
+        "metavar": "N",
+        "help": "network adapters of a node, which share its --rate (default: one; through the "
+        "host's memory one for 100 Gbit/s)",
     },
     "--rate-inside": {
         "metavar": "RATE",
@@ -179,12 +188,14 @@ def main_predict(args: argparse.Namespace) -> int:
         )
     calibration, is_reference = find_calibration(args.calibration)
     calibration = _with_own_nodes(calibration, args)
-    cluster = _cluster(args, calibrated=args.calibration is not None or not is_reference)
+    calibrated = args.calibration is not None or not is_reference
+    scenarios = _scenarios(calibration, args, calibrated=calibrated)
     fitted = None
     if args.fit is not None:
-        cluster, fitted = _fit(calibration, cluster, args)
-    scenarios = _scenarios(calibration, cluster, args)
-    plans = message_plans(_wanted_strategies(args.sync), _options(args))
+        fitted = _fit(scenarios[0], args)
+        scenarios = [scenario.with_beliefs(fitted.beliefs) for scenario in scenarios]
+    options = _options(args) | scenarios[0].plan_options
+    plans = message_plans(_wanted_strategies(args.sync), options)
     given = [] if args.latency is None else ["latency"]
     summaries = [
         summarize(scenario, is_reference=is_reference, given=given) for scenario in scenarios
@@ -220,22 +231,18 @@ def _show(
         print_tables(summaries[0], tables[0], limits, first)
 
 
-def _fit(
-    calibration: "Calibration", cluster: "TypicalCluster | None", args: argparse.Namespace
-) -> "tuple[TypicalCluster, ClusterFit]":
-    """Return the cluster as the reader's own measured steps show it, and what they said."""
+def _fit(scenario: "Scenario", args: argparse.Namespace) -> "ClusterFit":
+    """Return what the reader's own measured steps say about the scenario's cluster."""
     from lab.predict.observed import fit_to, read_observed
 
-    if cluster is None:
+    if scenario.cluster is None:
         raise UserError("--fit: add --rate, that of the nodes' links, e.g. --rate 10gbit")
     steps = read_observed(args.fit)
     if len(args.rate) > 1 and any(step.rate_bits is None for step in steps):
         raise UserError(
             "--fit: several rates are given: give one --rate, or a column rate in the table"
         )
-    scenario, *_ = _scenarios(calibration, cluster, args)
-    fitted = fit_to(steps, scenario, _options(args))
-    return cluster.with_beliefs(fitted.beliefs), fitted
+    return fit_to(steps, scenario, _options(args))
 
 
 def _with_own_nodes(calibration: "Calibration", args: argparse.Namespace) -> "Calibration":
@@ -261,25 +268,40 @@ def _with_own_nodes(calibration: "Calibration", args: argparse.Namespace) -> "Ca
     return replace(calibration, network=faster)
 
 
-def _cluster(args: argparse.Namespace, *, calibrated: bool) -> "TypicalCluster | None":
-    """Return what the nodes' software and links cost, unless a calibration says that.
+def _cluster(
+    args: argparse.Namespace, rate_bits: float | None, *, calibrated: bool
+) -> "TypicalCluster | None":
+    """Return what nodes with links of that rate cost, unless a calibration says that.
 
     calibrated : the calibration is the reader's own.
     """
     from lab.predict.cluster import TypicalCluster
 
-    chosen = args.backend is not None or args.transport is not None
-    if args.rate is None:
+    of_links = (args.backend, args.transport, args.adapters)
+    chosen = any(value is not None for value in of_links)
+    if rate_bits is None:
         if chosen:
-            raise UserError("--backend and --transport are of links: add --rate, theirs")
+            raise UserError(
+                "--backend, --transport and --adapters are of links: add --rate, theirs"
+            )
         return None
     if calibrated and not chosen and args.step_time is None and args.fit is None:
         return None
     backend = args.backend or ("gloo" if args.step_time is None else "nccl")
-    cluster = TypicalCluster.of(backend, args.transport or "tcp")
-    if args.software_gbit is None:
-        return cluster
-    return replace(cluster, software_bits=1e9 * args.software_gbit)
+    if args.adapters is not None and not 1 <= args.adapters <= MOST_ADAPTERS:
+        raise UserError(f"--adapters: got {args.adapters}, give 1 to {MOST_ADAPTERS}")
+    cluster = TypicalCluster.of(
+        backend, args.transport or "tcp", rate_bits=rate_bits, adapters=args.adapters
+    )
+    if args.software_gbit is not None:
+        cluster = replace(cluster, software_bits=1e9 * args.software_gbit)
+    if args.adapters is not None and (args.software_gbit is not None or cluster.passes_all):
+        raise UserError(
+            f"--adapters {args.adapters}: it multiplies what an adapter's software passes, but "
+            "--software-gbit is of the node, and with GPUDirect a node passes what its links pass. "
+            "Leave it out"
+        )
+    return cluster
 
 
 def _wanted_strategies(names: Sequence[str]) -> list[str]:
@@ -300,7 +322,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _scenarios(
-    calibration: "Calibration", cluster: "TypicalCluster | None", args: argparse.Namespace
+    calibration: "Calibration", args: argparse.Namespace, *, calibrated: bool
 ) -> "list[Scenario]":
     """Return what is predicted: a scenario for each --rate, or one with the calibrated links."""
     from lab.predict.cluster import typical_latency
@@ -319,6 +341,7 @@ def _scenarios(
     scenarios = []
     for text in args.rate or [None]:
         rate = parse_rate(text)
+        cluster = _cluster(args, rate, calibrated=calibrated)
         seconds = latency
         if rate is not None and latency is None and cluster is None:
             seconds = typical_latency(rate)

@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from common.errors import UserError
 from lab.predict.event_model import Network, NodeLinks, Rate, smaller
 from lab.predict.priors import Beliefs, ClusterValues, load_priors
@@ -15,6 +17,21 @@ from lab.predict.priors import Beliefs, ClusterValues, load_priors
 LATENCIES = ((1e9, 200e-6), (10e9, 50e-6), (math.inf, 20e-6))
 _COMMON_BITS = 10e9  # of a link whose rate is not known
 RDMA_LATENCY = 5e-6  # seconds of a message on InfiniBand or RoCE, switches included
+BITS_OF_ADAPTER = 100e9  # of a node without GPUDirect that has several adapters
+
+# Each kind of transport by the generation of its nodes, and the rate of a node's link from which on
+# the later generation is the likelier one. Gloo and NCCL reach it at different rates by TCP.
+GENERATIONS = {
+    "tcp": ("tcp-vm", "tcp-server"),
+    "rdma": ("rdma-host", "rdma-gpudirect"),
+}
+LATER_FROM_BITS = {("gloo", "tcp"): 25e9, ("nccl", "tcp"): 100e9, ("nccl", "rdma"): 200e9}
+TRANSPORT_NAMES = {
+    "tcp-vm": "TCP on virtual machines",
+    "tcp-server": "TCP on servers",
+    "rdma-host": "RDMA through the host's memory",
+    "rdma-gpudirect": "RDMA with GPUDirect",
+}
 _ROOTED = ("gather", "scatter")
 _KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "exchange")
 
@@ -27,12 +44,26 @@ def typical_latency(rate_bits: float) -> float:
     return next(seconds for most, seconds in LATENCIES if rate_bits <= most)
 
 
+def generation_of(backend: str, transport: str, rate_bits: float | None) -> str:
+    """Return the transport with the likelier generation of nodes on links of that rate.
+
+    transport : one of ``GENERATIONS``, or what that has; rate_bits None: not known.
+    """
+    if transport not in GENERATIONS:
+        return transport
+    earlier, later = GENERATIONS[transport]
+    if (rate_bits or 0) < LATER_FROM_BITS.get((backend, transport), math.inf):
+        return earlier
+    return later
+
+
 @dataclass(frozen=True)
 class TypicalCluster:
     """A kind of cluster, and what is known of its costs.
 
-    values : of the typical cluster, or of each of some draws. software_bits : what its software
-    passes, where the reader knows that.
+    transport : with its generation, one of ``GENERATIONS``' values. values : of the typical
+    cluster, or of each of some draws. software_bits : what its software passes, where the reader
+    knows that. adapters : network adapters of a node.
 
     Raises UserError if no such cluster exists.
     """
@@ -42,24 +73,43 @@ class TypicalCluster:
     beliefs: Beliefs
     values: ClusterValues
     software_bits: float | None = None
+    adapters: int = 1
 
     @classmethod
-    def of(cls, backend: str, transport: str, beliefs: Beliefs | None = None) -> "TypicalCluster":
-        """Return the typical cluster; ``beliefs`` are those of priors.toml, or of a fit."""
-        if (backend, transport) == ("gloo", "rdma"):
+    def of(
+        cls,
+        backend: str,
+        transport: str,
+        beliefs: Beliefs | None = None,
+        *,
+        rate_bits: float | None = None,
+        adapters: int | None = None,
+    ) -> "TypicalCluster":
+        """Return the typical cluster.
+
+        transport, rate_bits : see ``generation_of``. beliefs : those of priors.toml, or of a fit.
+        adapters : of a node; None: one, or one for 100 Gbit/s through the host's memory.
+        """
+        if backend == "gloo" and transport.startswith("rdma"):
             raise UserError(
-                "--backend gloo --transport rdma: Gloo sends by TCP. Give --transport tcp, or "
-                "--backend nccl"
+                f"--backend gloo --transport {transport}: Gloo sends by TCP. Give --transport tcp, "
+                "or --backend nccl"
             )
+        transport = generation_of(backend, transport, rate_bits)
+        if adapters is None:
+            adapters = 1
+            if transport == "rdma-host" and rate_bits is not None:
+                adapters = max(1, round(rate_bits / BITS_OF_ADAPTER))
         if beliefs is None:
             beliefs = Beliefs.of(load_priors())
-        return cls(backend, transport, beliefs, beliefs.typical(backend, transport))
+        values = beliefs.typical(backend, transport)
+        return cls(backend, transport, beliefs, values, adapters=adapters)
 
     @property
     def name(self) -> str:
-        """The software and the links, for a reader: "NCCL over TCP"."""
+        """The software and the links, for a reader: "NCCL over RDMA with GPUDirect"."""
         backend = {"gloo": "Gloo", "nccl": "NCCL"}[self.backend]
-        return f"{backend} over {self.transport.upper()}"
+        return f"{backend} over {TRANSPORT_NAMES[self.transport]}"
 
     def with_beliefs(self, beliefs: Beliefs) -> "TypicalCluster":
         """Return the typical cluster of which so much is known."""
@@ -72,8 +122,15 @@ class TypicalCluster:
 
     @property
     def most_bits(self) -> Any:
-        """The bits a second that a node's software passes at most."""
-        return self.values.most_bits if self.software_bits is None else self.software_bits
+        """The bits a second that a node's software passes at most; infinite: as many as come."""
+        if self.software_bits is not None:
+            return self.software_bits
+        return self.adapters * self.values.most_bits
+
+    @property
+    def passes_all(self) -> bool:
+        """Whether the software passes all that the links bring."""
+        return bool(np.all(np.isinf(self.most_bits)))
 
     def faster(self, factor: int) -> "TypicalCluster":
         """Return the cluster whose software passes ``factor`` times the bits a second."""
@@ -81,7 +138,7 @@ class TypicalCluster:
 
     def latency(self, rate_bits: float | None) -> float:
         """Return the typical latency of a message on a link of that rate; None: not known."""
-        if self.transport == "rdma":
+        if self.transport.startswith("rdma"):
             return RDMA_LATENCY
         return typical_latency(_COMMON_BITS if rate_bits is None else rate_bits)
 
@@ -118,6 +175,7 @@ class TypicalCluster:
             values.sum_seconds,
             kinds=dict.fromkeys(_KINDS, rate) | dict.fromkeys(_ROOTED, by_root),
             overlap_cost=values.overlap_cost,
+            tree_share=values.tree_share,
             shared_by=ranks_per_node,
             within=inside,
         )

@@ -59,6 +59,12 @@ def smaller(first: Any, second: Any) -> Any:
     return min(first, second)
 
 
+def shorter(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the alphas and bytes' seconds whose sum is smaller, for each draw."""
+    negative = longer((-first[0], -first[1]), (-second[0], -second[1]))
+    return -negative[0], -negative[1]
+
+
 def longer(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return the alphas and bytes' seconds whose sum is larger, for each draw."""
     is_longer = second[0] + second[1] > first[0] + first[1]
@@ -102,6 +108,8 @@ class Network:
         the bytes pass memory, as often as the algorithm copies them.
     overlap_cost : fraction of the time that the software spends on a message by which it delays a
         concurrent backward. 0: not at all, as with a free core; 1: the two take turns.
+    tree_share : share of a ring's rate at which all_reduce sends along a tree (NCCL), if that is
+        faster than the ring. 0: rings alone (Gloo).
     """
 
     alpha_seconds: MessageSeconds
@@ -110,6 +118,7 @@ class Network:
     copy_seconds_per_byte: ByteSeconds = 0.0
     kinds: Mapping[Text, Rate] = field(default_factory=dict)
     overlap_cost: Share = 0.0
+    tree_share: Share = 0.0
 
     @property
     def ranks_per_node(self) -> int:
@@ -120,6 +129,11 @@ class Network:
     def inside(self) -> "Network":
         """What messages between two ranks of a node cost, if several share a link."""
         return self
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether all_reduce may send along a tree."""
+        return bool(np.any(self.tree_share))
 
     def rate(self, kind: str) -> Rate:
         """Return the rate of operations of that kind."""
@@ -328,6 +342,28 @@ def _tree(ranks: int, ranks_per_node: int) -> Stage:
     return Stage(1.0, crossing, rounds - crossing, crossing, beside)
 
 
+def _double_tree(
+    nbytes: float, ranks: int, ranks_per_node: int, network: Network
+) -> tuple[Any, Any]:
+    """Return alphas and bytes' seconds of NCCL's double binary tree over nodes.
+
+    Two trees carry half of the bytes each, up and down again; inside a node its ranks are a chain.
+    Chunks follow each other, so a message waits for the depth once (Sanders, Speck, Traeff:
+    Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009).
+    """
+    between = network.rate("all_reduce")
+    nodes = -(-ranks // ranks_per_node)
+    depth = (nodes - 1).bit_length()
+    alphas = 2 * depth * between.alpha_seconds
+    link_bytes = 2 * (nodes - 1) / nodes * nbytes
+    seconds = link_bytes * between.beta_seconds_per_byte / network.tree_share
+    if ranks_per_node == 1:
+        return alphas, seconds
+    inside = network.inside.rate("all_reduce")
+    alphas = alphas + 2 * (ranks_per_node - 1) * inside.alpha_seconds
+    return alphas, larger(seconds, 2 * nbytes * inside.beta_seconds_per_byte)
+
+
 _BETWEEN_NODES = Stage(1.0, 1, 0, 1, 0)  # an exchange of ranks with a link each
 
 
@@ -394,12 +430,16 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     if ranks_per_node > 1:
         inside = network.inside.rate(operation.kind)
         whole = between if ranks > ranks_per_node else inside
-    latency = whole.start_seconds
-    passing = 0.0
+    alphas: Any = 0.0
+    passing: Any = 0.0
     for stage in stages:
-        alphas, seconds = stage.seconds(operation.nbytes, between, inside)
-        latency = latency + alphas
+        of_stage, seconds = stage.seconds(operation.nbytes, between, inside)
+        alphas = alphas + of_stage
         passing = passing + seconds
+    if operation.kind == "all_reduce" and ranks > ranks_per_node and network.has_trees:
+        tree = _double_tree(operation.nbytes, ranks, ranks_per_node, network)
+        alphas, passing = shorter((alphas, passing), tree)
+    latency = whole.start_seconds + alphas
     added = _summed_bytes(operation.kind, operation.nbytes, ranks) + operation.summed_bytes
     adding = added * network.gamma_seconds_per_byte
     copying = operation.copied_bytes * network.copy_seconds_per_byte

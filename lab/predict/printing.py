@@ -124,7 +124,11 @@ def _network_text(scenario: Scenario, *, typical: bool) -> str:
 def _cluster_text(cluster: TypicalCluster) -> str:
     """Return what was assumed of nodes that nobody calibrated, and what measures it."""
     origin = "as your own steps say" if cluster.beliefs.mean.any() else "typical of such clusters"
-    most = f"at most {rate_text(cluster.most_bits)} of payload a node"
+    most = "its software passes what the links pass"
+    if not cluster.passes_all:
+        most = f"at most {rate_text(cluster.most_bits)} of payload a node"
+    if cluster.adapters > 1:
+        most += f", {cluster.adapters} adapters"
     if cluster.software_bits is not None:
         most += " (--software-gbit)"
     return (
@@ -139,9 +143,9 @@ def _links_text(scenario: Scenario, cluster: TypicalCluster, *, typical: bool) -
     """Return what the links pass, and what a message costs; ``typical``: see ``summarize``."""
     network = scenario.network
     ring = network.rate("all_reduce")
-    payload = f"{8e-9 / ring.beta_seconds_per_byte:.3g}"
+    payload = _gbit(8 / ring.beta_seconds_per_byte)
     if scenario.rate_bits is not None:
-        payload += f" of {scenario.rate_bits / 1e9:.3g}"
+        payload += f" of {_gbit(scenario.rate_bits)}"
     software = cluster.values.message_seconds
     message = f"{duration_text(ring.alpha_seconds - software)} on the link"
     if typical:
@@ -153,6 +157,12 @@ def _links_text(scenario: Scenario, cluster: TypicalCluster, *, typical: bool) -
     if not network.gamma_seconds_per_byte:
         return text
     return f"{text}; summing: {bandwidth_text(network.gamma_seconds_per_byte)}"
+
+
+def _gbit(bits: float) -> str:
+    """Return bits a second in Gbit/s, of at least three digits: "8.8", "1,440"."""
+    gbit = bits / 1e9
+    return f"{gbit:,.0f}" if gbit >= 100 else f"{gbit:.3g}"
 
 
 def _inside_text(scenario: Scenario) -> str:
@@ -290,10 +300,8 @@ def _closing_lines(
 
     tables, scenarios : by rate, as for ``print_rates``; the name of a single one is not shown.
     """
-    lines = []
+    lines = _software_lines(tables, scenarios)
     mains = [main_step(steps) for steps in tables.values()]
-    if limit := _software_text(tables, scenarios):
-        lines.append(limit)
     scenario = scenarios[0]
     for step in mains:
         if step is not None and len(_best_purchases(step, _purchases(step, scenario))) > 1:
@@ -310,31 +318,38 @@ def _decided_by(scenario: Scenario) -> str:
     return f"What would decide it: {', or '.join(sources)}."
 
 
-def _software_text(
+def _software_lines(
     tables: Mapping[str, Sequence[PredictedStep]], scenarios: Sequence[Scenario]
-) -> str:
-    """Return from which rate on the nodes' software limits the links; "" if it does not."""
-    scenario = scenarios[0]
-    rates = [each.rate_bits for each in scenarios if each.rate_bits is not None]
-    most = scenario.software_bits
-    if not rates or 2 * max(rates) <= scenario.enough_bits:
-        return ""
+) -> list[str]:
+    """Return from which rate on software limits the links, a line for each generation of nodes."""
+    by_generation: dict[str, list[tuple[str, Scenario]]] = {}
+    for rate, scenario in zip(tables, scenarios, strict=True):
+        name = "" if scenario.cluster is None else scenario.cluster.name
+        by_generation.setdefault(name, []).append((rate, scenario))
+    lines = []
+    for of_generation in by_generation.values():
+        fastest = max(of_generation, key=lambda pair: pair[1].rate_bits or 0)[1]
+        if fastest.rate_bits is None or 2 * fastest.rate_bits <= fastest.enough_bits:
+            continue
+        line = _software_text(fastest)
+        if len(by_generation) > 1:
+            rates = listed([rate for rate, _ in of_generation])
+            line = f"{rates}: {line[0].lower()}{line[1:]}"
+        lines.append(line)
+    return lines
+
+
+def _software_text(scenario: Scenario) -> str:
+    """Return from which rate on the nodes' software limits the links."""
     source = "as calibrated; --software-gbit sets what yours passes"
     if scenario.cluster is not None:
         source = f"typical of {scenario.cluster.name}; --software-gbit sets what yours passes"
         if scenario.cluster.software_bits is not None:
             source = "--software-gbit"
-    limit = f"since a node's software passes {rate_text(most)} at most ({source})"
-    limited = [rate for rate, each in zip(tables, scenarios, strict=True) if _is_limited(each)]
-    if len(limited) > 1:
-        shown = {tuple(_rate_cell(step) for step in tables[rate]) for rate in limited}
-        same = "give one number" if len(shown) == 1 else "hardly differ"
-        return f"{listed(limited)} {same}, {limit}."
-    return f"Links above {rate_text(scenario.enough_bits)} would bring nothing more, {limit}."
-
-
-def _is_limited(scenario: Scenario) -> bool:
-    return scenario.rate_bits is not None and scenario.rate_bits >= scenario.enough_bits
+    return (
+        f"Links above {rate_text(scenario.enough_bits)} would bring nothing more, since a node's "
+        f"software passes {rate_text(scenario.software_bits)} at most ({source})."
+    )
 
 
 def _console() -> Console:

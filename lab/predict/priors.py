@@ -55,7 +55,8 @@ class Prior:
 class ClusterValues:
     """What one cluster costs, or one in each of ``DRAWS`` draws: the fields hold floats or arrays.
 
-    The names are those of priors.toml, in seconds and bits a second.
+    The names are those of priors.toml, in seconds and bits a second. ``most_bits`` is infinite, and
+    ``tree_share`` 0, where no such limit and no tree is known.
     """
 
     fixed_share: Any
@@ -70,6 +71,7 @@ class ClusterValues:
     message_seconds: Any
     call_seconds: Any
     root_call_seconds: Any
+    tree_share: Any
 
     def batch_share(self, samples: float) -> Any:
         """Return a rank's step with ``samples`` times its samples, as a share of its step now."""
@@ -126,12 +128,15 @@ class Beliefs:
         return self.at(z, backend, transport)
 
     def at(self, z: NDArray[np.float64], backend: str, transport: str) -> ClusterValues:
-        """Return the values at ``z``, of shape (priors,) or (priors, any number)."""
-        sections = ("any", backend, f"{backend}-{transport}")
+        """Return the values at ``z``, of shape (priors,) or (priors, any number).
+
+        transport : with its generation, e.g. "tcp-vm"; see ``lab.predict.cluster.GENERATIONS``.
+        """
         found: dict[str, Any] = {}
         for prior, own_z in zip(self.priors, z, strict=True):
             section, _, name = prior.name.partition(".")
-            if section in sections:
+            # A more special section stands below the others, and its values replace theirs.
+            if section == "any" or f"{backend}-{transport}-".startswith(f"{section}-"):
                 value = prior.at(own_z)
                 found[name] = float(value) if z.ndim == 1 else value
         found.setdefault("root_call_us", found.get("call_us"))
@@ -144,10 +149,11 @@ class Beliefs:
             inside_bits=1e9 * found["inside_gbit"],
             sum_seconds=1e-9 / found["sum_gbytes"] if "sum_gbytes" in found else 0.0,
             line_share=_at_most_one(found["line_share"]),
-            most_bits=1e9 * found["most_gbit"],
+            most_bits=1e9 * found.get("most_gbit", math.inf),
             message_seconds=1e-6 * found["message_us"],
             call_seconds=1e-6 * found.get("call_us", 0.0),
             root_call_seconds=1e-6 * found["root_call_us"],
+            tree_share=_at_most_one(found.get("tree_share", 0.0)),
         )
 
 

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.sync.plans.base import MessagePlan
 from lab.predict.calibration_file import Calibration, load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
 from lab.predict.common_models import TENSORS, evenly, model_called
@@ -31,10 +30,9 @@ _COUNTS = {"nodes": LARGEST_NODES, "ranks_per_node": MOST_RANKS_PER_NODE}
 _NUMBERS = (
     "grad_megabytes",
     "batch_per_rank",
-    "one_rank_batch",
-    "one_rank_step_s",
     "measured_step_s",
 )
+_OF_ONE_RANK = ("one_rank_batch", "one_rank_step_s")  # or the step of a node
 _PERHAPS = ("rate_gbit", "one_node_step_s")  # numbers that were not always published
 
 
@@ -44,7 +42,8 @@ class PublishedStep:
 
     columns : all of the row's columns as they stand in the file. rate_gbit : nominal, of a node's
     link; None: not stated. one_rank_step_s : of one rank alone, with ``one_rank_batch`` samples.
-    one_node_step_s : of one node with all its ranks, with ``batch_per_rank`` samples each.
+    one_node_step_s : of one node with all its ranks, with ``batch_per_rank`` samples each. Where a
+    row has this one alone, it is ``one_rank_step_s``, too.
     """
 
     columns: Mapping[str, str]
@@ -110,29 +109,27 @@ class PublishedStep:
         own = with_own_step(_reference(), step_seconds, step_samples)
         nbytes = 1e6 * self.grad_megabytes
         model = model_called(self.model, nbytes) or evenly(nbytes / 4, TENSORS)
+        rate_bits = None if self.rate_gbit is None else 1e9 * self.rate_gbit
+        transport = "rdma" if self.by_rdma else "tcp"
         scenario = Scenario(
             calibration=model.of(own, nbytes),
             batch_size=samples,
             scaling="weak",
-            rate_bits=None if self.rate_gbit is None else 1e9 * self.rate_gbit,
+            rate_bits=rate_bits,
             ranks_per_node=self.ranks_per_node,
             own_nodes=True,
-            cluster=TypicalCluster.of(self.backend, "rdma" if self.by_rdma else "tcp", beliefs),
+            cluster=TypicalCluster.of(self.backend, transport, beliefs, rate_bits=rate_bits),
             step_seconds=step_seconds,
             step_samples=step_samples,
             node_step_seconds=node_step,
         )
-        return MeasuredStep(scenario, _plan(self.strategy), self.nodes, self.measured_step_s)
+        plan = message_plans([self.strategy], scenario.plan_options)[self.strategy]
+        return MeasuredStep(scenario, plan, self.nodes, self.measured_step_s)
 
 
 @cache
 def _reference() -> Calibration:
     return load_calibration(reference_path())
-
-
-@cache
-def _plan(strategy: str) -> MessagePlan:
-    return message_plans([strategy])[strategy]
 
 
 def published_path() -> Path:
@@ -145,7 +142,7 @@ def read_published(path: Path) -> list[PublishedStep]:
 
     Raises UserError if the file is none, or if a value cannot be, with its row.
     """
-    needed = ("strategy", *_TEXTS, *_COUNTS, *_NUMBERS, *_PERHAPS)
+    needed = ("strategy", *_TEXTS, *_COUNTS, *_NUMBERS, *_OF_ONE_RANK, *_PERHAPS)
     return [_of_row(row) for row in read_rows(path, needed)]
 
 
@@ -159,4 +156,10 @@ def _of_row(row: StepRow) -> PublishedStep:
         values[name] = row.number(name)
     for name in _PERHAPS:
         values[name] = row.number(name) if row.text(name) else None
+    if row.text("one_rank_step_s") or values["one_node_step_s"] is None:
+        values["one_rank_step_s"] = row.number("one_rank_step_s")
+        values["one_rank_batch"] = row.number("one_rank_batch")
+    else:  # the step of a whole node stands for that of a rank: the node's loss is in it
+        values["one_rank_step_s"] = values["one_node_step_s"]
+        values["one_rank_batch"] = values["batch_per_rank"]
     return PublishedStep(columns=row.columns, **values)

@@ -17,6 +17,7 @@ from lab.predict.calibration_file import Calibration
 from lab.predict.cluster import TypicalCluster, typical_latency
 from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples, times
 from lab.predict.event_model import HEADERS, Network, with_waits
+from lab.predict.priors import Beliefs
 
 # Between two ranks of a node, where it was not measured: GPUs on PCIe; NVLink is faster.
 TYPICAL_INSIDE_BITS = 100e9
@@ -153,6 +154,11 @@ class Scenario:
         return self.accumulation_steps * math.ceil(min(least, self.step_samples or least))
 
     @property
+    def plan_options(self) -> dict[str, Any]:
+        """What the software decides of what strategies send: NCCL fetches weights ahead."""
+        return {"fetches_ahead": self.cluster is not None and self.cluster.backend == "nccl"}
+
+    @property
     def own_machines(self) -> bool:
         """Whether each node is a machine of its own, with the links of this scenario."""
         if self.cluster is not None:
@@ -188,6 +194,11 @@ class Scenario:
         if self.cluster is not None:
             return replace(self, cluster=self.cluster.drawn(), in_draws=True)
         return replace(self, in_draws=True)
+
+    def with_beliefs(self, beliefs: Beliefs) -> "Scenario":
+        """Return the scenario on a cluster of which so much is known."""
+        assert self.cluster is not None
+        return replace(self, cluster=self.cluster.with_beliefs(beliefs))
 
     @property
     def remainder(self) -> Any:

@@ -2,9 +2,9 @@
 
 ``write_report`` writes the files, ``terminal.print_answer`` prints the answer; both are functions
 of the comparison's record alone. Reading order: ``claims`` (did a cell's ranks get the mean),
-``view`` (the cells and what follows from them), ``losses``, ``causes`` (what makes a difference),
-``findings`` (all sentences), ``verdict`` (the answer), ``tables``, ``drawings`` (all figures),
-``html`` (with ``settings_text``) and ``latex``.
+``timeline`` (a recorded step), ``view`` (the cells and what follows from them), ``losses``,
+``causes`` (what makes a difference), ``findings`` (all sentences), ``verdict`` (the answer),
+``tables``, ``drawings`` (all figures), ``html`` (with ``settings_text``) and ``latex``.
 """
 
 import json
@@ -25,9 +25,9 @@ def write_report(
     the folder to which report.html links. latex : also write report.tex, which shows the PNG files.
     Each file is written whole or not at all. Raises UserError if it cannot be written.
     """
-    from lab.report import html, tables
+    from lab.report import html, tables, timeline
     from lab.report import latex as latex_form
-    from lab.report.drawings import figure_pages, timeline
+    from lab.report.drawings import figure_pages
 
     folder.mkdir(parents=True, exist_ok=True)
     groups = blocks(comparison)

@@ -8,18 +8,31 @@ or tied?".
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from statistics import fmean, median
 from typing import NamedTuple
 
 from common.data import DATASETS
+from common.models import MODELS
 from common.say import counts, factor_text, listed, percent
 from common.utils.grouping import grouped
 from lab.predict.event_model import HEADERS
-from lab.report.causes import BUSY, EQUAL_SHARE, compared, load
+from lab.report.causes import (
+    BUSY,
+    EQUAL_SHARE,
+    beside,
+    compared,
+    decomposition,
+    difference,
+    load,
+    why,
+)
 from lab.report.claims import Seen
+from lab.report.losses import curves
 from lab.report.view import (
+    NOISY,
     CellRow,
     ComparisonGroup,
     Interval,
@@ -27,19 +40,25 @@ from lab.report.view import (
     interval_text,
     seconds_text,
     small_text,
+    steady,
+    tied,
 )
 
 SPEED, EQUAL = "Which is fastest", "Do all ranks get the mean gradient"
-ITERATION = "Mean iteration time"
+PAIRS = "Other pairs"
 BOUND, REACH = "What takes the time", "Limits"
-_NOISY = 0.5  # of the step: a wider interval gets a warning
 _ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine reaches
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
+_FEW_STEPS = 200  # after which running averages follow the weights
+_APART = 0.05  # of all samples: accuracies that differ by more
+_SAME_LOSS = 1e-4  # of the loss: more than rounding makes of one batch
 _WITHIN = 0.20  # of the measured step: a prediction that far off is near
 _ELSEWHERE = " docs/examples/check_strategy.py tests a strategy alone, `lab audit` a whole script."
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",
-    "wire": "communication on the wire",
+    "messages": "communication on the wire",
+    "own work": "what the strategy computes between its messages (compressing, adding, copying)",
+    "exchange": "the exchange (messages and the strategy's own computing, not separated)",
     "wait": "waiting for slower ranks",
 }
 
@@ -114,8 +133,8 @@ def strategies(names: Sequence[str], *, of: int) -> str:
 
 
 def timed(row: CellRow) -> str:
-    """Return the step's median with its interval: ``0.421 s [0.415, 0.427]``."""
-    return f"{seconds_text(row.step, row.step)} s{interval_text(row)}"
+    """Return the time with its interval: ``0.421 s [0.415, 0.427]``."""
+    return f"{seconds_text(row.seconds, row.step)} s{interval_text(row)}"
 
 
 def named(row: CellRow) -> str:
@@ -207,8 +226,7 @@ def _what_is_right(right: Mapping[str, Seen], *, of: int) -> ReportFinding:
 
 def speed(rows: Rows) -> str:
     """Say which of ``rows`` is fastest, as far as the intervals allow."""
-    rows = sorted(rows, key=lambda row: row.step)
-    best = rows[0]
+    best = steady(rows)[0]
     if len(rows) == 1:
         return _speed_of_one(best)
     exact = [row for row in rows if row.exact]
@@ -217,70 +235,59 @@ def speed(rows: Rows) -> str:
     return f"{_speed_of_several(rows)}; of the exact strategies {speed(exact)}"
 
 
+def a_step(row: CellRow) -> str:
+    """Return what the compared time is of: an iteration without the first, or a step."""
+    return "an iteration" if row.by_iterations else "a step"
+
+
 def _speed_of_one(row: CellRow) -> str:
-    text = f"{named(row)} takes {seconds_text(row.step, row.step)} s a step"
+    text = f"{named(row)} takes {seconds_text(row.seconds, row.step)} s {a_step(row)}"
     if row.speedup:
         text += f", {factor_text(row.speedup)} times as fast as one {row.alone}"
     return text
 
 
 def _speed_of_several(rows: Rows) -> str:
-    """Say which is fastest, or that the intervals of several overlap. rows : in order of steps."""
-    best = rows[0]
-    last = rows[-1]
-    shortest = seconds_text(best.step, best.step)
+    """Say which is fastest, or that the intervals of several overlap."""
+    known = [row.interval("seconds") is not None for row in rows]
+    best, *others = tied(rows)
+    last = steady(rows)[-1]
+    shortest = seconds_text(best.seconds, best.step)
     ratio = f", {compared(best, last)}"
-    known = [(row, ends) for row in rows if (ends := row.interval("step"))]
-    if len(known) < len(rows):
-        ran = "not every strategy ran more than once" if known else "each strategy ran once"
+    if not all(known):
+        ran = "not every strategy ran more than once" if any(known) else "each strategy ran once"
         return (
-            f"{named(best)} has the shortest step, {shortest} s{ratio}; {ran}, so the order is not "
-            "certain"
+            f"{named(best)} has the shortest {a_step(best).partition(' ')[2]}, {shortest} s{ratio};"
+            f" {ran}, so the order is not certain"
         )
-    _, (_, best_high) = known[0]  # the best one's
-    tied = [row for row, (low, _) in known if low <= best_high]
-    if len(tied) == 1:
-        return f"{named(best)} is fastest: {shortest} s a step{ratio}"
-    why = "; their 95 % intervals overlap)"
-    if any(map(_is_noisy, tied)):
-        why = "): their repeats differ too much"
-    names = strategies([named(row) for row in tied], of=len(rows))
-    between = f"({shortest} to {seconds_text(tied[-1].step, best.step)} s{why}"
-    if last in tied:
+    if not others:
+        return f"{named(best)} is fastest: {shortest} s {a_step(best)}{ratio}"
+    names = strategies([named(row) for row in (best, *others)], of=len(rows))
+    between = _range([row.seconds for row in (best, *others)], best.step)
+    between = f"({between} s {a_step(best)}; their 95 % intervals overlap"
+    if noise := list(filter(attrgetter("noisy"), (best, *others))):
+        between += f"; the repeats of {listed(_syncs(noise))} differ too much"
+    between += ")"
+    if last in others:
         return f"{names} cannot be told apart {between}"
     return f"{names} are fastest, and cannot be told apart {between}{ratio}"
 
 
 def fastest(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the fastest strategy; strategies that compute something else take no part."""
-    right = sorted((row for row in rows if not row.wrong), key=lambda row: row.step)
+    right = sorted((row for row in rows if not row.wrong), key=lambda row: row.seconds)
     if right:
-        evidence = "; ".join(f"{row.sync} {timed(row)}" for row in right)
+        alone = [row.baseline for row in right[:1] if row.baseline is not None]
+        evidence = "; ".join(f"{row.sync} {timed(row)}" for row in [*right, *alone])
         yield ReportFinding(SPEED, f" {speed(right)}.", evidence)
 
 
-def iterations(_: ComparisonGroup, rows: Rows) -> Found:
-    """Give the assignment's numbers: mean iteration times, and how many times as fast as one rank.
-
-    Of one rank and of the largest number of ranks.
-    """
-    means = {row: mean for row in rows if (mean := row.mean_iteration) is not None}
-    most = max((row.nodes for row in means), default=0)
-    texts = []
-    for row, mean in means.items():
-        seconds = f"{seconds_text(mean, mean)} s"
-        if row.nodes == 1:
-            texts.append(f"one {row.place} {seconds}")
-        elif row.nodes == most and row.mean_iteration_ratio:
-            texts.append(
-                f"{row.name} {seconds} ({factor_text(row.mean_iteration_ratio)} times as fast)"
-            )
-        elif row.nodes == most:
-            texts.append(f"{row.name} {seconds}")
-    if texts:
-        yield ReportFinding(
-            ITERATION, f"The mean iteration time without the first iteration: {listed(texts)}."
-        )
+def pairs(_: ComparisonGroup, rows: Rows) -> Found:
+    """Compare strategies that differ in little and are no step of the answer's chain."""
+    right = [row for row in rows if not row.wrong]
+    if len(right) > 1:
+        for gap in beside(right, decomposition(right)):
+            yield ReportFinding(PAIRS, f" {difference(gap)}. {why(gap)}")
 
 
 def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
@@ -295,7 +302,37 @@ def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
         evidence = "; ".join(
             f"{row.sync} {factor_text(row.speedup or 0.0)} times" for row in members
         )
+        text += f" {_why_slower(members)}"
         yield ReportFinding(SPEED, text, evidence, caution=not certain)
+
+
+def _why_slower(rows: Rows) -> str:
+    """Say what a step of one rank and those of ``rows`` consist of, and what the ranks share."""
+    first = rows[0]
+    one = first.baseline or first
+    alone = one.step - one.medians.sync
+    compute = []
+    exposed = []
+    for row in rows:
+        compute.append(row.step - row.medians.sync)
+        exposed.append(row.medians.sync)
+    text = (
+        f"Of a step, compute takes {_range(compute, one.step)} s, with one {first.alone} "
+        f"{seconds_text(alone, one.step)} s; exposed communication takes "
+        f"{_range(exposed, one.step)} s."
+    )
+    if any(row.cell.oversubscribed for row in rows):
+        text += " The ranks share cores: they compute in turns."
+    elif first.place == "rank" and first.cell.rate is None:
+        text += " The ranks are on one machine: they share its cores, and memory is their network."
+    return text
+
+
+def _range(values: Sequence[float], scale: float) -> str:
+    """Return the smallest and the largest of some seconds, or the only one."""
+    low = seconds_text(min(values), scale)
+    high = seconds_text(max(values), scale)
+    return low if low == high else f"{low} to {high}"
 
 
 def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
@@ -334,7 +371,7 @@ def bounds(_: ComparisonGroup, rows: Rows) -> Found:
     members: dict[str, list[str]] = {part: [] for part in _PARTS}
     shares = []
     for row in rows:
-        seconds = _parts(row)
+        seconds = step_parts(row)
         largest = max(seconds, key=seconds.__getitem__)
         members[largest].append(row.sync)
         share = seconds[largest] / sum(seconds.values())
@@ -345,90 +382,80 @@ def bounds(_: ComparisonGroup, rows: Rows) -> Found:
         if members[part]
     ]
     yield ReportFinding(
-        BOUND, f" the largest part of the median step is {'; '.join(texts)}.", "; ".join(shares)
+        BOUND, f" the largest part of a step is {'; '.join(texts)}.", "; ".join(shares)
     )
 
 
-def _parts(row: CellRow) -> dict[str, float]:
-    """Return the seconds of each of ``_PARTS``."""
+def step_parts(row: CellRow) -> dict[str, float]:
+    """Return the seconds of those of ``_PARTS`` that are known, which add up to the sections."""
     medians = row.medians
-    return {
-        "compute": sum((medians.data, medians.forward, medians.backward, medians.update)),
-        "wire": medians.wire,
-        "wait": medians.wait,
-    }
+    compute = sum((medians.data, medians.forward, medians.backward, medians.update))
+    parts = {"compute": compute, "wait": medians.wait}
+    if row.own_work is None:
+        return parts | {"exchange": medians.wire}
+    return parts | {"messages": medians.wire - row.own_work, "own work": row.own_work}
 
 
 def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
-    """Compare the time spent waiting for slower ranks with the time of the communication."""
-    evidence = "; ".join(
-        f"{row.sync} waiting {seconds_text(row.medians.wait, row.step)} s, "
-        f"on the wire {seconds_text(row.medians.wire, row.step)} s"
-        for row in rows
-    )
-    late = [row for row in rows if row.medians.wait > row.medians.wire]
-    if not late:
-        yield ReportFinding(
-            BOUND, " no strategy waits longer for slower ranks than sending takes.", evidence
-        )
-    by_certainty = grouped((_surely_waits_longer(row), row) for row in late)
-    for certain, members in by_certainty.items():
-        what = "ranks wait longer for slower ranks than sending takes"
+    """Name the strategies that wait longer for slower ranks than the rest of their sync takes."""
+    for row in rows:
+        medians = row.medians
+        if medians.wait <= medians.wire:
+            continue
+        wait = row.interval("wait")
+        wire = row.interval("wire")
+        end = "; it ran once, so this is not certain."
+        certain = wait is not None and wire is not None and wait[0] > wire[1]
         if certain:
             end = ". A faster network would save less than half of the exposed time."
-        elif certain is None:
-            end = "; it ran once, so this is not certain."
-        else:
+        elif wait is not None:
             end = ", but the 95 % intervals overlap."
-        text = f" {listed(_syncs(members))}: {what}{end}"
-        yield ReportFinding(BOUND, text, evidence, caution=not certain)
-
-
-def _surely_waits_longer(row: CellRow) -> bool | None:
-    """Return whether the 95 % interval of waiting lies above that of sending; None without one."""
-    wait = row.interval("wait")
-    wire = row.interval("wire")
-    if wait is None or wire is None:
-        return None
-    return wait[0] > wire[1]
+        yield ReportFinding(
+            BOUND,
+            f" {row.sync}: ranks wait longer for slower ranks than the exchange takes{end}",
+            f"waiting {seconds_text(medians.wait, row.step)} s, exchange "
+            f"{seconds_text(medians.wire, row.step)} s",
+            caution=not certain,
+        )
 
 
 def root_share(block: ComparisonGroup, rows: Rows) -> Found:
     """Compare rank 0's share of all bytes sent with an equal share; or node 0's, of all links."""
-    root = "rank 0" if block.ranks_per_node == 1 else "node 0"
-    shares = {}
-    uncounted = []
+    shares: dict[str, float] = {}
+    planned = []
     for row in rows:
-        share = row.root_share
-        if share is None:
-            uncounted.append(row.sync)
-        else:
-            shares[row.sync] = share
-    if uncounted:
+        if row.root_share is not None:
+            shares[row.sync] = row.root_share
+            if not row.counted:
+                planned.append(row.sync)
+    if len(shares) < len(rows):
         yield ReportFinding(
             "Bytes",
-            f" the bytes of {listed(uncounted)} were not counted: add --timeline to the runs.",
+            f" the bytes of {listed([sync for sync in _syncs(rows) if sync not in shares])} were "
+            "not counted, and no plan is known here: add --timeline to the runs.",
             caution=True,
         )
-    if not shares:
-        return
-    equal = 1 / rows[0].nodes
+    if shares:
+        text = _shares_text(shares, equal=1 / rows[0].nodes, every=len(shares) == len(rows))
+        if planned:
+            text += f" By the plan, not counted: {listed(planned)}."
+        root = "rank 0" if block.ranks_per_node == 1 else "node 0"
+        yield ReportFinding("Bytes", f" {root} {text}", "; ".join(_each(shares, 1)))
+
+
+def _shares_text(shares: Mapping[str, float], *, equal: float, every: bool) -> str:
+    """Say whether rank 0 sends more than an equal share. every : of all strategies."""
     heavy = [sync for sync, share in shares.items() if share > EQUAL_SHARE * equal]
+    text = f"sends about its share with {listed(list(shares))}"
     if heavy:
         text = f"sends more than its share with {listed(heavy)}"
-    elif uncounted:
-        text = f"sends about its share with {listed(list(shares))}"
-    else:
+    elif every:
         text = "sends about its share with any strategy"
     most = max(shares, key=shares.__getitem__)
     text += f": up to {percent(shares[most], 1)} of all bytes"
     if len(heavy) > 1:
         text += f" ({most})"
-    yield ReportFinding(
-        "Bytes",
-        f" {root} {text}; an equal share would be {percent(equal, 1)}.",
-        "; ".join(_each(shares, 1)),
-    )
+    return f"{text}; an equal share would be {percent(equal, 1)}."
 
 
 # --- what was learned, also on one rank ---
@@ -461,6 +488,46 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
             "Accuracy", f" the test accuracy{_of(near)} {chance}", evidence, caution=True
         )
     yield from _above_chance(above, evidence)
+    yield from _beside_training(reached)
+
+
+def _beside_training(rows: Iterable[CellRow]) -> Found:
+    """Say why accuracies of training and test differ after few steps."""
+    apart = []
+    for row in rows:
+        trained = row.train_accuracy
+        tested = row.test_accuracy
+        few = max(step for run in row.runs for step, _ in run.losses or [(0, None)]) <= _FEW_STEPS
+        if trained is not None and tested is not None and few and trained - tested > _APART:
+            apart.append(f"{row.sync} {percent(trained, 1)} and {percent(tested, 1)}")
+    if apart:
+        yield ReportFinding(
+            "Accuracy",
+            f" the accuracy of the last step's batch lies above that of the test ({listed(apart)})."
+            " In training BatchNorm normalises with the batch's own statistics, in the test with "
+            "running averages, which lag behind the weights in the first steps. After few steps "
+            "the two cannot be compared.",
+            caution=True,
+        )
+
+
+def losses_by_shard(block: ComparisonGroup, rows: Rows) -> Found:
+    """Say why the first loss of several ranks is not that of one rank, with the same batch."""
+    if block.weak or block.settings.model not in MODELS:  # which all have BatchNorm
+        return
+    alone = curves([block.baseline] if block.baseline else [])
+    first = next(iter(alone.values()), {}).get(1)
+    for sync, losses in curves([row for row in rows if row.exact]).items():
+        own = losses.get(1)
+        if first is None or own is None or abs(own - first) <= _SAME_LOSS * abs(first):
+            continue
+        yield ReportFinding(
+            "Loss",
+            f" the loss of step 1 is {own:.4f} with {sync} and {first:.4f} with one "
+            f"{block.alone}, for the same weights and samples. BatchNorm normalises over the shard "
+            "of each rank, not over the whole batch; --sync-batchnorm on makes them equal.",
+        )
+        return
 
 
 def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> Found:
@@ -562,25 +629,16 @@ def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
 
 def noisy(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells whose repeats differ too much for a conclusion."""
-    wide = {row.name: timed(row) for row in rows if _is_noisy(row)}
+    wide = {row.name: timed(row) for row in rows if row.noisy}
     if wide:
         yield ReportFinding(
             REACH,
             f"The repeats of {listed(list(wide))} differ so much that the 95 % interval is wider "
-            f"than {percent(_NOISY)} of the step. Run more repeats, or use a machine that does "
+            f"than {percent(NOISY)} of the step. Run more repeats, or use a machine that does "
             "nothing else.",
             "; ".join(f"{name}: {step}" for name, step in wide.items()),
             caution=True,
         )
-
-
-def _is_noisy(row: CellRow) -> bool:
-    """Return whether the 95 % interval is wider than half of the step."""
-    ends = row.interval("step")
-    if ends is None:
-        return False
-    low, high = ends
-    return high - low > _NOISY * row.step
 
 
 # --- predictions ---
@@ -676,10 +734,10 @@ def _agree(formula: Sequence[float], counted: Sequence[float]) -> bool:
     return all(abs(expected - found) <= 0.5 for expected, found in pairs)
 
 
-_WHOLE = (unfinished, noisy, iterations)
+_WHOLE = (unfinished, noisy)
 _ON_NODES = (
-    *(mean_gradients, fastest, slower_than_one, above_ideal),
-    *(bounds, stragglers, root_share),
+    *(mean_gradients, fastest, pairs, slower_than_one, above_ideal),
+    *(bounds, stragglers, root_share, losses_by_shard),
 )
 _LEARNED = (accuracies, time_to_accuracy)
 _PREDICTION = (predictions, bytes_as_predicted, links_as_planned)

@@ -24,6 +24,7 @@ from lab.report.view import (
     interval_text,
     link_text,
     seconds_text,
+    steady,
     what_is_emulated,
 )
 
@@ -67,8 +68,10 @@ COLUMNS = {
     "backward_seconds": Column("backward, s", "s"),
     "sync_seconds": Column("exposed comm. (sync), s", "s", min),
     "wait_seconds": Column("waiting, s", "s"),
+    "own_work_seconds": Column("the strategy computes, s", "s"),
     "update_seconds": Column("update, s", "s"),
-    "mean_iteration_seconds": Column("mean iteration without the first, s", "s"),
+    "mean_iteration_seconds": Column("mean iteration without the first, s [95 %]", "s", min),
+    "train_accuracy_ratio": Column("accuracy, last step", ".2%"),
     "last_train_loss": Column("loss, last step", ".4f"),
     "test_accuracy_ratio": Column("test accuracy", ".2%"),
     "test_loss": Column("test loss", ".4f"),
@@ -100,12 +103,23 @@ _LINKS = ("busiest_link_bytes", "planned_busiest_link_bytes")
 _FORETOLD = ("predicted_step_seconds", "prediction_error_ratio")
 _TIMES = (
     *("strategy", "nodes", "ranks", "claim", "step_seconds", "data_seconds", "forward_seconds"),
-    *("backward_seconds", "sync_seconds", "wait_seconds", "update_seconds"),
+    *("backward_seconds", "sync_seconds", "wait_seconds", "own_work_seconds", "update_seconds"),
 )
-_IF_KNOWN = ("ranks", *_LINKS)  # in tables that show all other columns even without any value
+_IF_KNOWN = (
+    "ranks",
+    "own_work_seconds",
+    *_LINKS,
+)  # in tables that show all other columns even without any value
 RESULTS = (  # a column without any value is left out
     *("strategy", "nodes", "ranks", "mean_iteration_seconds", "step_seconds", "speedup_ratio"),
-    *("exposed_share", "last_train_loss", "test_accuracy_ratio", "test_loss", *_FORETOLD),
+    *(
+        "exposed_share",
+        "last_train_loss",
+        "train_accuracy_ratio",
+        "test_accuracy_ratio",
+        "test_loss",
+        *_FORETOLD,
+    ),
 )
 TIMES = (*_TIMES, "state")
 COSTS = (
@@ -127,7 +141,13 @@ MARKDOWN = (
 
 
 # What follows from the whole step: best only where the strategies make the difference.
-_BY_TIME = ("step_seconds", "speedup_ratio", "efficiency_ratio", "samples_per_second")
+_BY_TIME = (
+    "step_seconds",
+    "mean_iteration_seconds",
+    "speedup_ratio",
+    "efficiency_ratio",
+    "samples_per_second",
+)
 
 
 def heading(name: str, place: Place) -> str:
@@ -160,7 +180,7 @@ def lines(block: ComparisonGroup) -> list[Line]:
 
 def _differ_by_strategy(rows: Rows) -> bool:
     """Return whether communication makes most of the difference between these steps."""
-    in_order = sorted(rows, key=lambda row: row.step)
+    in_order = steady(rows)
     return len(rows) > 1 and Gap(in_order[0], in_order[-1]).by_messages
 
 
@@ -216,14 +236,15 @@ def _times(row: CellRow) -> dict[str, Any]:
         "step_seconds_low95": low,
         "step_seconds_high95": high,
         **{f"{name}_seconds": medians.get(name) for name in _SECTIONS},
+        "own_work_seconds": row.own_work,
         "mean_iteration_seconds": row.mean_iteration,
     }
 
 
 def _costs(row: CellRow) -> dict[str, Any]:
     samples_per_second = None
-    if row.cell.batch_size and row.step:
-        samples_per_second = row.cell.batch_size / row.step
+    if row.cell.batch_size and row.seconds:
+        samples_per_second = row.cell.batch_size / row.seconds
     return {
         "speedup_ratio": row.speedup,
         "efficiency_ratio": row.efficiency,
@@ -261,6 +282,7 @@ def _predicted(row: CellRow) -> dict[str, Any]:
 def _learned(row: CellRow) -> dict[str, float | None]:
     return {
         "last_train_loss": row.last_loss,
+        "train_accuracy_ratio": row.train_accuracy,
         "test_accuracy_ratio": row.test_accuracy,
         "test_loss": row.test_loss,
     }
@@ -299,7 +321,7 @@ def _claim(row: CellRow) -> str:
 def _step_or_status(row: CellRow) -> str:
     if not row.step:
         return row.cell.status
-    return seconds_text(row.step, row.step) + interval_text(row)
+    return seconds_text(row.seconds, row.step) + interval_text(row)
 
 
 def _exposed_share(row: CellRow) -> str:
@@ -340,7 +362,9 @@ def _text(row: CellRow, name: str, value: Any) -> str:
     if value is None or not form:
         return value or NOTHING
     if name == "step_seconds":
-        return seconds_text(value, row.step) + interval_text(row)
+        return seconds_text(value, row.step) + interval_text(row, "step")
+    if name == "mean_iteration_seconds":
+        return seconds_text(value, row.step) + interval_text(row, "iteration")
     if form == "s":
         return seconds_text(value, row.step or value)
     if name.endswith("_bytes"):

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lab.comparison.record import Comparison
-from lab.report.findings import EQUAL, ITERATION, SPEED, ReportFinding, findings
+from lab.report.findings import EQUAL, SPEED, ReportFinding, findings
 from lab.report.tables import heading, lines
 from lab.report.verdict import verdict
 from lab.report.view import ComparisonGroup, blocks, what_is_emulated
@@ -68,8 +68,6 @@ def _place(finding: ReportFinding) -> int:
     """Return how early a finding is printed, or ``_LEFT_OUT``."""
     if finding.wrong:
         return 0
-    if finding.topic == ITERATION:
-        return 1
     if finding.topic == EQUAL and finding.caution:
         return 2
     if finding.topic == SPEED and finding.caution:

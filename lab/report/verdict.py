@@ -1,12 +1,14 @@
 """The answer that a report opens with: one sentence and three numbers."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from common.say import factor_text, listed, percent
-from lab.report.causes import BUSY, Gap, load, messages, why
+from lab.report.causes import BUSY, Gap, load, messages, reasons
 from lab.report.findings import (
     ReportFinding,
+    a_step,
     speed,
     strategies,
     timed,
@@ -17,6 +19,8 @@ from lab.report.view import (
     Rows,
     link_text,
     seconds_text,
+    steady,
+    tied,
 )
 
 
@@ -24,7 +28,8 @@ class Verdict(NamedTuple):
     """The answer to "which is fastest, and are all of them right?"; ``wrong`` is shown in red.
 
     numbers : up to three, each a label, the value with its unit, and of what it is.
-    why : what makes the slowest strategy slower than the fastest, as far as the runs show it.
+    why : lines that say what makes the slowest strategy slower than the fastest, as far as the runs
+    show it.
     """
 
     text: str
@@ -42,20 +47,20 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     if not block.measured:
         return Verdict("Nothing has been measured yet.", (), False)
     nodes = max(row.nodes for row in block.measured)
-    rows = sorted(block.at(nodes), key=lambda row: row.step)
+    rows = block.at(nodes)
     wrong = [finding.text for finding in found if finding.wrong]
     if nodes == 1:
         return _of_one_node(rows)
     if wrong:
         return _of_wrong_results(block, rows, wrong)
-    text = f"{_where(block, nodes)} {speed(rows)}{_one_node_alone(rows[0])}"
+    text = f"{_where(block, nodes)} {speed(rows)}{_one_node_alone(steady(rows)[0])}"
     text += f"{_averaging(block, rows)}{_machine(rows)}."
     return Verdict(text, _numbers(rows), False, _why(rows))
 
 
 def _of_one_node(rows: Rows) -> Verdict:
     text = (
-        f"On one {rows[0].place} a step takes {timed(rows[0])}; no strategy on several "
+        f"On one {rows[0].place} {a_step(rows[0])} takes {timed(rows[0])}; no strategy on several "
         f"{rows[0].place}s has been measured{_machine(rows)}."
     )
     return Verdict(text, _numbers(rows), False)
@@ -93,9 +98,9 @@ def _one_node_alone(best: CellRow) -> str:
 
 def _why(rows: Rows) -> str:
     """Say what the messages of a strategy do, or why the slowest takes longer than the fastest."""
-    if len(rows) == 1:
-        return f"The messages {messages(rows[0])}."
-    return why(Gap(rows[0], rows[-1]))
+    if len(steady(rows)) == 1:
+        return f"The messages {messages(steady(rows)[0])}."
+    return "\n".join(reasons(rows))
 
 
 def _machine(rows: Rows) -> str:
@@ -132,16 +137,20 @@ def _averaging(block: ComparisonGroup, rows: Rows) -> str:
 
 
 def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
-    """Return the ``numbers`` of a verdict. rows : the fastest first."""
-    best = rows[0]
-    last = rows[-1]
-    numbers = [("shortest step", timed(best), best.name)]
+    """Return the ``numbers`` of a verdict."""
+    best = steady(rows)[0]
+    last = steady(rows)[-1]
+    equal = tied(rows)
+    who = best.name
+    if len(equal) > 1:
+        who = f"{best.name}; {listed(map(attrgetter('sync'), equal))} cannot be told apart"
+    numbers = [(f"shortest {a_step(best).partition(' ')[2]}", timed(best), who)]
     if best.nodes > 1:
         sync = best.medians.sync
-        exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)})"
+        exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)} of a step)"
         numbers.append(("exposed communication", exposed, f"mean over the ranks of {best.name}"))
-    if len(rows) > 1:
-        ratio = f"{factor_text(last.step / best.step)} times"
+    if last is not best:
+        ratio = f"{factor_text(last.seconds / best.seconds)} times"
         gap = Gap(best, last)
         note = f"{last.sync} over {best.sync}"
         if not gap.by_messages:

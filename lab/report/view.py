@@ -10,16 +10,19 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, filterfalse
+from operator import attrgetter
 from statistics import fmean, median
 from typing import Literal
 
 from common.errors import UserError
-from common.runs import shared_nodes
+from common.runs import TimelineFile, mean_seconds, shared_nodes
 from common.say import count, listed, rate_text
-from common.sync import STRATEGIES
+from common.sync import STRATEGIES, plan_class
 from common.sync.memory_cost import Memory
+from common.sync.plans.base import ReplicatedPlan
 from common.utils.grouping import grouped
+from lab.comparison.cell import interval
 from lab.comparison.record import (
     Cell,
     Comparison,
@@ -29,10 +32,13 @@ from lab.comparison.record import (
     PredictedCell,
     Repeat,
 )
+from lab.predict.variants import split_variant
 from lab.report.claims import CellClaim, claim_of
+from lab.report.timeline import message_share
 from lab.units import parse_rate
 
 NOTHING = "–"
+NOISY = 0.5  # of the time: a wider interval gets a warning
 Place = Literal["node", "rank"]
 Interval = tuple[float, float]
 _NOT_MEASURED = Medians(
@@ -43,6 +49,10 @@ _NOT_MEASURED = Medians(
 @dataclass(frozen=True, eq=False)
 class CellRow:
     """A cell and what follows from it, in seconds, bytes and ratios.
+
+    ``seconds`` is what the report compares: the assignment's mean iteration without the first, or
+    the step where a cell beside it has no such mean. It is a mean over the repeats, like ``step``,
+    and its interval is of that mean. The sections are medians over the repeats.
 
     baseline : the cell of a single rank. place : "node" if each rank has a machine of its own,
     a real or an emulated one, or shares one with as many as each other rank; else "rank", as for
@@ -55,6 +65,8 @@ class CellRow:
     prediction: PredictedCell | None = None
     place: Place = "rank"
     emulated_compute: bool = False
+    by_iterations: bool = False
+    timeline: TimelineFile | None = None
 
     @property
     def sync(self) -> str:
@@ -101,31 +113,78 @@ class CellRow:
     def medians(self) -> Medians:
         return self.cell.medians or _NOT_MEASURED
 
-    @property
+    @cached_property
     def step(self) -> float:
-        return self.medians.step
+        """The step, whose sections are ``medians``; 0 if nothing was measured."""
+        if self.cell.medians is None:
+            return 0.0
+        return fmean(self._steps or [self.cell.medians.step])
+
+    @property
+    def _steps(self) -> list[float]:
+        return [mean_seconds(run.ranks).step for run in self.runs if run.ranks]
+
+    @property
+    def _iterations(self) -> list[float]:
+        return _known(run.mean_iteration_seconds for run in self.runs)
+
+    @cached_property
+    def seconds(self) -> float:
+        """The time that is compared: of an iteration, or of a step."""
+        if self.by_iterations:
+            return self.mean_iteration or 0.0
+        return self.step
 
     def interval(self, name: str) -> Interval | None:
-        """Return the 95 % interval over the repeats of ``name``, or None for a single repeat."""
+        """Return the 95 % interval over the repeats of ``name``, or None for a single repeat.
+
+        name : "seconds", "step", "iteration", or a section's.
+        """
+        if name == "seconds":
+            name = "iteration" if self.by_iterations else "step"
         low, high = (self.cell.intervals or {}).get(name, (None, None))
+        if name == "step":
+            low, high = interval(self._steps)
+        elif name == "iteration":
+            low, high = interval(self._iterations)
         if low is None or high is None:
             return None
         return low, high
 
     @property
+    def noisy(self) -> bool:
+        """Whether the 95 % interval is wider than half of the time."""
+        ends = self.interval("seconds")
+        return ends is not None and ends[1] - ends[0] > NOISY * self.seconds
+
+    @cached_property
+    def own_work(self) -> float | None:
+        """The seconds of sync in which the strategy computed: compressed, added, copied.
+
+        The recorded step's share of the time after waiting, in which no message of a rank was under
+        way. None: not separated, because no step was recorded.
+        """
+        if self.timeline is None:
+            return None
+        share = message_share(self.timeline.ranks)
+        if share is None:
+            return None
+        return (1 - share) * self.medians.wire
+
+    @property
     def speedup(self) -> float | None:
         one = self.baseline
-        if one is None or not one.step or not self.step:
+        if one is None or not one.seconds or not self.seconds:
             return None
-        return self._over_one_node(one, one.step, self.step)
+        return self._over_one_node(one, one.seconds, self.seconds)
 
     @property
     def speedup_interval(self) -> Interval | None:
-        """The range of the speed-up over both step intervals; infinite if this cell's reaches 0."""
+        """The range of the speed-up over both intervals; infinite if this cell's reaches 0."""
         if self.baseline is None:
             return None
-        one = self.baseline.interval("step")
-        own = self.interval("step")
+        one = self.baseline.interval("seconds")
+        own = self.interval("seconds")
         if one is None or own is None or own[1] <= 0:
             return None
         slowest = self._over_one_node(self.baseline, one[0], own[1])
@@ -150,37 +209,29 @@ class CellRow:
 
     @property
     def mean_iteration(self) -> float | None:
-        """The mean time of an iteration without the first; the median over the repeats."""
-        means = [run.mean_iteration_seconds for run in self.runs if run.mean_iteration_seconds]
-        return median(means) if means else None
+        """The mean time of an iteration without the first; the mean over the repeats."""
+        return _mean_of_known(self._iterations)
 
     @property
-    def mean_iteration_ratio(self) -> float | None:
-        """One rank's mean iteration over this one's; the speed-up is that of the median steps."""
-        own = self.mean_iteration
-        one = self.baseline.mean_iteration if self.baseline is not None else None
-        if self.baseline is None or one is None or not own:
-            return None
-        return self._over_one_node(self.baseline, one, own)
+    def train_accuracy(self) -> float | None:
+        """The accuracy of the last step's batch, the mean over the repeats that have one."""
+        return _mean_of_known(run.train_accuracy for run in self.runs)
 
     @property
     def last_loss(self) -> float | None:
         """The training loss of the last step; the median over the repeats."""
-        lasts = [run.losses[-1][1] for run in self.runs if run.losses]
-        known = [loss for loss in lasts if loss is not None]
+        known = _known(run.losses[-1][1] for run in self.runs if run.losses)
         return median(known) if known else None
 
     @property
     def test_accuracy(self) -> float | None:
         """The mean accuracy on the test images over the repeats that have one."""
-        found = [run.test_accuracy for run in self.runs if run.test_accuracy is not None]
-        return fmean(found) if found else None
+        return _mean_of_known(run.test_accuracy for run in self.runs)
 
     @property
     def test_loss(self) -> float | None:
         """The mean loss on the test images over the repeats that have one."""
-        found = [run.test_loss for run in self.runs if run.test_loss is not None]
-        return fmean(found) if found else None
+        return _mean_of_known(run.test_loss for run in self.runs)
 
     @property
     def error(self) -> float | None:
@@ -198,11 +249,36 @@ class CellRow:
         if self.cell.ranks_per_node > 1:
             sent = [sent for sent, _ in self.link_bytes]
             return sent[0] / sum(sent) if any(sent) else None
-        root = self.medians.root_bytes_sent
-        if not root:
+        sent = self.bytes_sent
+        if not any(sent):
             return None
-        others = self.medians.others_bytes_sent or 0.0
-        return root / (root + (self.nodes - 1) * others)
+        return sent[0] / sum(sent)
+
+    @property
+    def counted(self) -> bool:
+        """Whether its runs counted the bytes that were sent; over links they always are."""
+        return self.cell.ranks_per_node > 1 or self.medians.root_bytes_sent is not None
+
+    @cached_property
+    def bytes_sent(self) -> list[float]:
+        """The bytes of each rank in a step; by the strategy's plan where none were counted.
+
+        Empty if the plan is unknown.
+        """
+        root = self.medians.root_bytes_sent
+        if root is not None:
+            return [root] + [self.medians.others_bytes_sent or 0.0] * (self.ranks - 1)
+        if self.prediction is not None and self.prediction.bytes_sent:
+            return self.prediction.bytes_sent
+        strategy, _ = split_variant(self.sync)
+        gradients = self.predicted_memory.get("gradients", 0)
+        if not self.exact or strategy not in STRATEGIES or not gradients:
+            return []
+        plan = plan_class(strategy)
+        if not issubclass(plan, ReplicatedPlan):
+            return []
+        sent = plan().bytes_sent
+        return [float(sent([gradients], rank, self.ranks)) for rank in range(self.ranks)]
 
     @property
     def link_bytes(self) -> list[tuple[float, float]]:
@@ -254,6 +330,33 @@ class CellRow:
 
 
 Rows = Sequence[CellRow]
+
+
+def steady(rows: Rows) -> list[CellRow]:
+    """Return the rows that are not noisy, or all if all are; the fastest first."""
+    quiet = list(filterfalse(attrgetter("noisy"), rows))
+    return sorted(quiet or rows, key=attrgetter("seconds"))
+
+
+def tied(rows: Rows) -> list[CellRow]:
+    """Return the fastest row, and those whose intervals overlap its own; noisy ones come last."""
+    best = steady(rows)[0]
+    ends = best.interval("seconds")
+    found = [best]
+    for row in sorted(rows, key=attrgetter("noisy", "seconds")):
+        own = row.interval("seconds")
+        if row is not best and ends and own and own[0] <= ends[1]:
+            found.append(row)
+    return found
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = _known(values)
+    return fmean(known) if known else None
 
 
 def _largest(memories: Iterable[Memory | None]) -> Memory:
@@ -416,11 +519,12 @@ def _rows(
     """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
     members = [cell for cell in cells if cell.nodes > 1 and cell.rate == rate]
     baseline = None
+    by_iterations = _have_iterations(cells)
     singles = [cell for cell in cells if cell.nodes == 1]
     if singles:
         one = min(singles, key=lambda cell: cell.rate != rate)  # of this rate, or else of any
         members.append(one)
-        baseline = CellRow(one, place=_place_alone(members))
+        baseline = CellRow(one, place=_place_alone(members), by_iterations=by_iterations)
     predicted: dict[str, PredictedCell] = {}
     if comparison.prediction is not None:
         predicted = comparison.prediction.cells
@@ -431,10 +535,18 @@ def _rows(
             predicted.get(cell.id),
             _place(members) if cell.nodes > 1 else _place_alone(members),
             emulated_compute,
+            by_iterations,
+            comparison.timelines.get(cell.id),
         )
         for cell in members
     ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
+
+
+def _have_iterations(cells: Sequence[Cell]) -> bool:
+    """Return whether every run recorded its mean iteration, so that all can be compared by it."""
+    runs = [run for cell in cells if cell.medians is not None for run in cell.runs]
+    return bool(runs) and all(run.mean_iteration_seconds for run in runs)
 
 
 def _place(cells: Sequence[Cell]) -> Place:
@@ -507,9 +619,9 @@ def seconds_text(value: float, scale: float) -> str:
     return f"{value:.5f}"
 
 
-def interval_text(row: CellRow) -> str:
-    """Return the 95 % interval of a step as `` [0.351, 0.366]``, or an empty text without one."""
-    ends = row.interval("step")
+def interval_text(row: CellRow, name: str = "seconds") -> str:
+    """Return a 95 % interval of a row as `` [0.351, 0.366]``, or an empty text without one."""
+    ends = row.interval(name)
     if ends is None:
         return ""
     low, high = ends

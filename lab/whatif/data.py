@@ -53,7 +53,9 @@ class State(Struct, forbid_unknown_fields=True, kw_only=True):
     ----------
     model, parameters : a name, or "own" with a number of parameters.
     costs : "typical" of backend and transport, or "calibrated".
-    inside_gbit, latency_us, bucket_mb : None: the typical value, or the strategy's own.
+    transport : with its generation of nodes, as ``cluster.GENERATIONS`` has it.
+    adapters, software_gbit, inside_gbit, latency_us, bucket_mb : None: the typical value, or the
+        strategy's own.
     step_ms, batch : a step of ``batch`` samples of one rank; None: the calibration's own step.
     batch_size, scaling : samples of all ranks together ("strong"), or of each rank ("weak").
     strategies : those that are drawn. focus : the one of the timeline and of the sentence.
@@ -65,7 +67,9 @@ class State(Struct, forbid_unknown_fields=True, kw_only=True):
     gradient_type: str = "fp32"
     costs: str = "typical"
     backend: str = "nccl"
-    transport: str = "tcp"
+    transport: str = "tcp-vm"
+    adapters: int | None = None
+    software_gbit: float | None = None
     rate_gbit: float
     inside_gbit: float | None = None
     latency_us: float | None = None
@@ -136,6 +140,7 @@ def page_data(
         "constants": _constants(),
         "draws": _draws(),
         "priors": _priors(),
+        "transports": cluster.TRANSPORT_NAMES,
         "strategies": strategies,
         "left_out": left_out,
         "models": [_model(calibration, name) for name in names],
@@ -167,6 +172,7 @@ def _constants() -> dict[str, Any]:
         "high_z": priors.HIGH_Z,
         "latencies": latencies,
         "rdma_latency": cluster.RDMA_LATENCY,
+        "bits_of_adapter": cluster.BITS_OF_ADAPTER,
         "typical_inside_bits": scenario.TYPICAL_INSIDE_BITS,
         "remainder": calibrated_draws.REMAINDER,
         "large_step": calibration_file.LARGE_STEP,

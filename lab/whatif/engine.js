@@ -123,6 +123,8 @@ const Engine = (() => {
       sharesLink: perNode > 1,
       leavesNode: ranks > perNode,
       byRoot: ROOTED.includes(kind),
+      ranks,
+      perNode,
     };
   };
 
@@ -146,6 +148,22 @@ const Engine = (() => {
     return { alphas, passing };
   };
 
+  /** NCCL's double binary tree over nodes; inside a node its ranks are a chain. */
+  const doubleTree = (line, network) => {
+    const { ranks, perNode } = line;
+    const { nbytes } = line.operation;
+    const between = rateOf(network, "all_reduce");
+    const nodes = Math.ceil(ranks / perNode);
+    const alphas = 2 * Math.ceil(Math.log2(nodes)) * between.alpha;
+    const passing = (((2 * (nodes - 1)) / nodes) * nbytes * between.beta) / network.treeShare;
+    if (perNode === 1) return { alphas, passing };
+    const inside = rateOf(network.inside, "all_reduce");
+    return {
+      alphas: alphas + 2 * (perNode - 1) * inside.alpha,
+      passing: Math.max(passing, 2 * nbytes * inside.beta),
+    };
+  };
+
   const rateOf = (network, kind) => network.kinds[kind] || network.rate;
 
   /** Return what an operation's seconds are spent on; see event_model.operation_terms. */
@@ -154,13 +172,18 @@ const Engine = (() => {
     const between = rateOf(network, line.kind);
     const inside = line.sharesLink ? rateOf(network.inside, line.kind) : between;
     const whole = line.sharesLink && !line.leavesNode ? inside : between;
-    let latency = line.starts * whole.start;
+    let alphas = 0;
     let passing = 0;
     for (const found of line.stages) {
       const seconds = stageSeconds(found, between, inside);
-      latency += seconds.alphas;
+      alphas += seconds.alphas;
       passing += seconds.passing;
     }
+    if (line.kind === "all_reduce" && line.leavesNode && network.treeShare) {
+      const tree = doubleTree(line, network);
+      if (tree.alphas + tree.passing < alphas + passing) ({ alphas, passing } = tree);
+    }
+    const latency = line.starts * whole.start + alphas;
     return {
       latency: count * Math.max(latency, whole.floor - passing),
       passing: count * passing,
@@ -199,17 +222,39 @@ const Engine = (() => {
   const normalAt = (data, row, draw) =>
     draw === null ? 0 : data.draws.values[data.draws.orders[row][draw]];
 
-  /** Return the priors of a state's backend and transport, each with its row of draws. */
+  /**
+   * Return the priors of a state's backend and transport, each with its row of draws. Of two with
+   * one name, that of the more special section, which stands below.
+   */
   const priorsOf = (data, state) => {
-    const sections = ["any", state.backend, `${state.backend}-${state.transport}`];
-    return data.priors
+    const special = `${state.backend}-${state.transport}-`;
+    const found = data.priors
       .map((prior, row) => ({ prior, row, path: prior.name.split(".") }))
-      .filter(({ path }) => sections.includes(path[0]));
+      .filter(({ path }) => path[0] === "any" || special.startsWith(`${path[0]}-`));
+    return [...new Map(found.map((entry) => [entry.path[1], entry])).values()];
+  };
+
+  /** Return how many adapters a node's software serves; see cluster.TypicalCluster.of. */
+  const adaptersOf = (data, state) => {
+    if (state.adapters !== null) return state.adapters;
+    if (state.transport !== "rdma-host") return 1;
+    return Math.max(1, roundEven((1e9 * state.rate_gbit) / data.constants.bits_of_adapter));
+  };
+
+  /** Return the Gbit/s that a node's software passes as {low, typical, high}; null: all that come. */
+  const softwareGbit = (data, state) => {
+    const given = state.software_gbit;
+    if (given !== null) return { low: given, typical: given, high: given };
+    const most = priorsOf(data, state).find(({ path }) => path[1] === "most_gbit");
+    if (most === undefined) return null;
+    const adapters = adaptersOf(data, state);
+    const { low, typical, high } = most.prior;
+    return { low: adapters * low, typical: adapters * typical, high: adapters * high };
   };
 
   /** Return the values of priors.toml by name: typical ones, or those of one draw. */
   const clusterValues = (data, known, draw) => {
-    const values = { call_us: 0, sum_gbytes: Infinity };
+    const values = { call_us: 0, sum_gbytes: Infinity, most_gbit: Infinity, tree_share: 0 };
     for (const { prior, row, path } of known) {
       values[path[1]] = priorAt(data, prior, normalAt(data, row, draw));
     }
@@ -218,7 +263,7 @@ const Engine = (() => {
 
   const latencySeconds = (data, state, rateBits) => {
     if (state.latency_us !== null) return 1e-6 * state.latency_us;
-    const overRdma = state.costs === "typical" && state.transport === "rdma";
+    const overRdma = state.costs === "typical" && state.transport.startsWith("rdma");
     return overRdma ? data.constants.rdma_latency : typicalLatency(data, rateBits);
   };
 
@@ -228,8 +273,9 @@ const Engine = (() => {
     const insideGbit = state.inside_gbit === null ? values.inside_gbit : state.inside_gbit;
     const inSoftware = 1e-6 * values.message_us;
     const alpha = latencySeconds(data, state, 1e9 * state.rate_gbit) + inSoftware;
+    const mostGbit = state.software_gbit ?? adaptersOf(data, state) * values.most_gbit;
     const over = (gbit) => {
-      const beta = 8e-9 / Math.min(values.line_share * gbit, values.most_gbit);
+      const beta = 8e-9 / Math.min(values.line_share * gbit, mostGbit);
       const byRoot = rate(alpha, beta, 0, 1e-6 * values.root_call_us);
       return {
         rate: rate(alpha, beta, 0, 1e-6 * values.call_us),
@@ -237,6 +283,7 @@ const Engine = (() => {
         gamma: 1e-9 / values.sum_gbytes,
         copy: 0,
         overlap: values.overlap_cost,
+        treeShare: values.tree_share,
         inside: { rate: rate(inSoftware, 8e-9 / insideGbit), kinds: {} },
         software: null,
       };
@@ -430,7 +477,9 @@ const Engine = (() => {
   // A setting: all of a state but the number of nodes and what is drawn -----------------------------
 
   const SHOWN_ONLY = ["nodes", "strategies", "focus", "measured"];
-  const OF_LINKS = ["backend", "transport", "rate_gbit", "inside_gbit", "latency_us"];
+  const OF_LINKS = [
+    "backend", "transport", "adapters", "software_gbit", "rate_gbit", "inside_gbit", "latency_us",
+  ];
   const KEPT = 4; // a slider of nodes changes no setting, and one of the rate no training
 
   const settings = new Map();
@@ -505,6 +554,12 @@ const Engine = (() => {
     return (1e-3 * state.step_ms * loss * batchShare) / profiled.alone;
   };
 
+  /** Return what a state decides of what strategies send; NCCL fetches weights ahead. */
+  const planOptions = (state) => {
+    const byNccl = state.costs === "typical" && state.backend === "nccl";
+    return [state.ranks_per_node, state.bucket_mb, byNccl];
+  };
+
   // A strategy's messages beside computing ----------------------------------------------------------
 
   /**
@@ -520,7 +575,7 @@ const Engine = (() => {
     const ranks = nodes * state.ranks_per_node;
     let operations = [];
     if (ranks > 1) {
-      operations = Plans.operations(plan, gradients, ranks, state.ranks_per_node, state.bucket_mb);
+      operations = Plans.operations(plan, gradients, ranks, ...planOptions(state));
     }
     const lines = new Map(); // many gradients have the same size
     const backward = [];
@@ -571,17 +626,22 @@ const Engine = (() => {
     }));
   };
 
+  /** Whether a line's seconds are linear in what it loads: no shared link, no floor and no tree. */
+  const isLinear = (network, line) => {
+    const mayBeTree = line.kind === "all_reduce" && network.treeShare > 0;
+    return !line.sharesLink && !rateOf(network, line.kind).floor && !mayBeTree;
+  };
+
   /**
    * Return fewer lines that take as long as these, one after the other, each with how often.
    *
-   * Lines that share no link and have no floor take seconds that are linear in what they load, so
-   * one with the sums stands for all of a kind.
+   * Of linear ones, one with the sums stands for all of a kind.
    */
   const addedUp = (setting, lines) => {
     const sums = new Map();
     const alone = new Map();
     for (const line of lines) {
-      if (line.sharesLink || rateOf(setting.costs.network, line.kind).floor) {
+      if (!isLinear(setting.costs.network, line)) {
         alone.set(line, (alone.get(line) || 0) + 1);
         continue;
       }
@@ -775,7 +835,7 @@ const Engine = (() => {
     for (let index = 0; index <= last; index += 1) {
       sampled.add(1 + Math.floor(((ranks - 2) * index) / last));
     }
-    const sent = Plans.sender(plan, gradients, ranks, state.ranks_per_node, state.bucket_mb);
+    const sent = Plans.sender(plan, gradients, ranks, ...planOptions(state));
     const others = [...sampled].reduce((sum, rank) => sum + sent(rank), 0);
     return { root: sent(0) / plan.period, others: others / sampled.size / plan.period };
   };
@@ -897,6 +957,7 @@ const Engine = (() => {
   const parts = { settingOf, scheduleOf, price, computeOf, besidePass, stepSeconds };
 
   return {
-    row, curve, draws, interval, said, priorsOf, leastSamples, lineTerms, lineSeconds, parts,
+    row, curve, draws, interval, said, priorsOf, softwareGbit, leastSamples, lineTerms,
+    lineSeconds, parts,
   };
 })();

@@ -74,6 +74,8 @@ def _published_set(name: str, rows: Sequence[PublishedStep]) -> MeasuredSet:
         points.append(MeasuredPoint(row.strategy, row.nodes, row.measured_step_s, note))
     strategies = sorted({point.strategy for point in points}, key=list(STRATEGIES).index)
     model, gradient_type = _model(first, scenario)
+    cluster = scenario.cluster
+    assert cluster is not None
     # Where no rate was stated, the software is the limit.
     rate_bits = scenario.rate_bits or max(_UNKNOWN_BITS, scenario.enough_bits)
     state = State(
@@ -81,7 +83,7 @@ def _published_set(name: str, rows: Sequence[PublishedStep]) -> MeasuredSet:
         parameters=round(1e6 * first.grad_megabytes / 4),
         gradient_type=gradient_type,
         backend=first.backend,
-        transport="rdma" if first.by_rdma else "tcp",
+        transport=cluster.transport,
         rate_gbit=rate_bits / 1e9,
         step_ms=round(1e3 * first.one_rank_step_s, 6),
         batch=round(first.one_rank_batch),

@@ -18,6 +18,7 @@ from common.utils.grouping import grouped
 from common.utils.paths import REPOSITORY
 from common.utils.typed_json import shown
 from lab.comparison.record import Cell, Comparison, LinkRate, read_comparison
+from lab.predict.cluster import generation_of
 from lab.predict.observed import ObservedStep, read_observed
 from lab.predict.own_model import model_names
 from lab.units import parse_rate
@@ -291,7 +292,8 @@ def _state(measurement: _Measurement, batch: _Batch) -> dict[str, Any]:
     if first.rate_bits is not None:
         state |= {"rate_gbit": first.rate_bits / 1e9, "latency_us": None, "inside_gbit": None}
     if measurement.backend is not None:
-        state |= {"costs": "typical", "backend": measurement.backend, "transport": "tcp"}
+        transport = generation_of(measurement.backend, "tcp", first.rate_bits)
+        state |= {"costs": "typical", "backend": measurement.backend, "transport": transport}
     if measurement.one_rank is not None:
         step_ms = float(f"{1e3 * measurement.one_rank.seconds:.5g}")
         state |= {"costs": "typical", "step_ms": step_ms, "batch": measurement.one_rank.samples}

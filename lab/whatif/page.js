@@ -270,6 +270,8 @@ const Page = (() => {
     }
     byId("c-batch").disabled = state.step_ms === null;
     byId("c-inside_gbit").disabled = state.ranks_per_node === 1;
+    byId("c-adapters").disabled = !State.usesAdapters(state);
+    byId("help-software_gbit").textContent = Words.softwareRange(data, state);
     byId("field-parameters").hidden = state.model !== "own";
     clearProblems();
   }
@@ -315,12 +317,15 @@ const Page = (() => {
   function adapted(wanted, name) {
     const own = data.calibration.model;
     if (name === "costs" && wanted.costs === "calibrated") {
-      return { ...wanted, model: own, step_ms: null };
+      return { ...wanted, model: own, step_ms: null, adapters: null, software_gbit: null };
     }
     if (name === "model" && wanted.model !== own && wanted.step_ms === null) {
       return { ...wanted, step_ms: EXAMPLE_STEP_MS };
     }
-    if (name === "backend" && wanted.backend === "gloo") return { ...wanted, transport: "tcp" };
+    if (name === "backend" && wanted.backend === "gloo") {
+      return adapted({ ...wanted, transport: "tcp-vm" }, "transport");
+    }
+    if (!State.usesAdapters(wanted)) wanted = { ...wanted, adapters: null };
     if (name === "focus" && !wanted.strategies.includes(wanted.focus)) {
       return { ...wanted, strategies: inProjectOrder([...wanted.strategies, wanted.focus]) };
     }

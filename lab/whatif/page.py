@@ -73,6 +73,7 @@ def render(data: Mapping[str, Any]) -> str:
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         json=Markup(_json(data)),
+        transports=[*data["transports"].items()],
         models=[*map(_model_choice, data["models"]), ("own", "your own")],
         strategies=[*map(_strategy_choice, data["strategies"])],
     )

@@ -9,6 +9,9 @@
 const State = (() => {
   const END = "end";
 
+  // The generations of nodes by transport, with what links of before they were told apart say.
+  const TRANSPORTS = { "tcp-vm": "tcp", "tcp-server": "", "rdma-host": "rdma", "rdma-gpudirect": "" };
+
   // key: in the link. label: of the control, for messages. least, most: what the page takes.
   const FIELDS = {
     model: { key: "m", label: "Model" },
@@ -16,7 +19,9 @@ const State = (() => {
     gradient_type: { key: "g", label: "Gradient type", choices: ["fp32", "fp16", "bf16"] },
     costs: { key: "c", label: "Costs", choices: ["typical", "calibrated"] },
     backend: { key: "b", label: "Backend", choices: ["nccl", "gloo"] },
-    transport: { key: "t", label: "Transport", choices: ["tcp", "rdma"] },
+    transport: { key: "t", label: "Transport", choices: Object.keys(TRANSPORTS) },
+    adapters: { key: "e", label: "Adapters a node", least: 1, most: 64, whole: true, optional: true },
+    software_gbit: { key: "o", label: "Software passes", least: 0.01, most: 20000, optional: true },
     rate_gbit: { key: "r", label: "Rate between nodes", least: 0.01, most: 3200 },
     inside_gbit: { key: "i", label: "Rate inside a node", least: 0.1, most: 20000, optional: true },
     latency_us: { key: "l", label: "Latency", least: 0.01, most: 1e6, optional: true },
@@ -81,11 +86,22 @@ const State = (() => {
     );
   }
 
+  /** Whether the software's limit is that of an adapter, times their number. */
+  const usesAdapters = (state) =>
+    state.costs === "typical" &&
+    state.transport !== "rdma-gpudirect" &&
+    state.software_gbit === null;
+
   /** Return which values contradict each other, as {field, text}; null if none do. */
   function contradiction(data, state) {
     const own = data.calibration.model;
-    if (state.backend === "gloo" && state.transport === "rdma" && state.costs === "typical") {
-      return { field: "transport", text: "Transport: Gloo sends by TCP; choose tcp, or NCCL." };
+    const overRdma = state.costs === "typical" && state.transport.startsWith("rdma");
+    if (state.backend === "gloo" && overRdma) {
+      return { field: "transport", text: "Transport: Gloo sends by TCP; choose that, or NCCL." };
+    }
+    if (state.adapters !== null && !usesAdapters(state)) {
+      const text = "Adapters a node: they change nothing here; leave it empty.";
+      return { field: "adapters", text };
     }
     if (state.costs === "calibrated" && (state.model !== own || state.step_ms !== null)) {
       const text = `Costs: the calibration has the steps of ${own} alone; choose typical costs.`;
@@ -145,6 +161,12 @@ const State = (() => {
     return /^\d+(\.\d+)?(e[+-]?\d+)?$/.test(text) ? Number(text) : text;
   }
 
+  /** Return what a link of before calls a transport by its present name. */
+  function renamed(name, value) {
+    const isOf = (transport) => name === "transport" && TRANSPORTS[transport] === value;
+    return Object.keys(TRANSPORTS).find(isOf) ?? value;
+  }
+
   function unescaped(text) {
     try {
       return decodeURIComponent(text);
@@ -174,7 +196,7 @@ const State = (() => {
         return { problem: `The link has "${part}", which this page does not know.` };
       }
       seen.add(name);
-      state[name] = valueOf(FIELDS[name], value);
+      state[name] = valueOf(FIELDS[name], renamed(name, value));
     }
     const wrong = check(data, state);
     return wrong ? { problem: `The link cannot be shown. ${wrong}` } : { state };
@@ -196,7 +218,10 @@ const State = (() => {
       flags.push("--rate-inside", `${state.inside_gbit}gbit`);
     }
     if (state.costs === "calibrated") return flags;
-    return [...flags, "--backend", state.backend, "--transport", state.transport];
+    flags.push("--backend", state.backend, "--transport", state.transport);
+    if (state.adapters !== null) flags.push("--adapters", state.adapters);
+    if (state.software_gbit !== null) flags.push("--software-gbit", state.software_gbit);
+    return flags;
   }
 
   function calibrationFlags(data, state) {
@@ -223,5 +248,5 @@ const State = (() => {
     return words.map((word) => quoted(String(word))).join(" ");
   }
 
-  return { FIELDS, defaults, copy, same, problem, check, encode, decode, command };
+  return { FIELDS, defaults, copy, same, problem, check, encode, decode, command, usesAdapters };
 })();

@@ -188,22 +188,38 @@ const Words = (() => {
 
   const typical = (data, state, name) => priorOf(data, state, name)?.typical;
 
-  const softwareOf = (state) =>
-    `${state.backend === "gloo" ? "Gloo" : "NCCL"} over ${state.transport.toUpperCase()}`;
+  const softwareOf = (data, state) =>
+    `${state.backend === "gloo" ? "Gloo" : "NCCL"} over ${data.transports[state.transport]}`;
 
   /** Return the least rate at which a typical node's software limits a link. */
   const enoughGbit = (data, state) =>
-    typical(data, state, "most_gbit") / Math.min(1, typical(data, state, "line_share"));
+    mostGbit(data, state) / Math.min(1, typical(data, state, "line_share"));
+
+  const mostGbit = (data, state) => Engine.softwareGbit(data, state)?.typical ?? Infinity;
+
+  /** Return the range that a typical node's software passes, for its control. */
+  function softwareRange(data, state) {
+    if (state.costs === "calibrated") return "";
+    const most = Engine.softwareGbit(data, { ...state, software_gbit: null });
+    if (most === null) return "Empty: all that the links bring, as with GPUDirect.";
+    return (
+      `At most, of a node. Empty: ${three(most.typical)}, typical of ${softwareOf(data, state)} ` +
+      `(80 %: ${three(most.low)} to ${three(most.high)}).`
+    );
+  }
 
   /** Return from which rate on the nodes' software limits the links; "" if it does not. */
   function softwareLimit(data, state) {
     if (state.costs === "calibrated") return "";
-    const most = priorOf(data, state, "most_gbit");
+    const most = Engine.softwareGbit(data, state);
     const enough = enoughGbit(data, state);
     if (2 * state.rate_gbit <= enough) return "";
-    return (
+    const limit =
       `Links above ${three(enough)} Gbit/s would bring nothing more where a node's software passes ` +
-      `${rounded(most.typical, 1)} Gbit/s at most, which is typical of ${softwareOf(state)} ` +
+      `${rounded(most.typical, 1)} Gbit/s at most`;
+    if (state.software_gbit !== null) return `${limit}.`;
+    return (
+      `${limit}, which is typical of ${softwareOf(data, state)} ` +
       `(80 %: ${three(most.low)} to ${three(most.high)} Gbit/s).`
     );
   }
@@ -217,7 +233,7 @@ const Words = (() => {
     if (row.gains.network >= 1 + data.constants.little) return links;
     const isFast = state.costs === "calibrated" || state.rate_gbit >= enoughGbit(data, state);
     const inside = state.inside_gbit ?? typical(data, state, "inside_gbit");
-    const isSlowInside = !isFast || inside < typical(data, state, "most_gbit");
+    const isSlowInside = !isFast || inside < mostGbit(data, state);
     return state.ranks_per_node > 1 && isSlowInside ? "inside" : "software";
   }
 
@@ -318,7 +334,7 @@ const Words = (() => {
   function about(data, state) {
     const model = state.model === "own" ? `${grouped(state.parameters)} parameters` : state.model;
     const ranks = state.ranks_per_node === 1 ? "" : ` of ${state.ranks_per_node} ranks`;
-    const software = state.costs === "calibrated" ? "costs as calibrated" : softwareOf(state);
+    const software = state.costs === "calibrated" ? "costs as calibrated" : softwareOf(data, state);
     return (
       `${model} on ${counted(state.nodes, "node")}${ranks}, ${software} at ` +
       `${state.rate_gbit} Gbit/s, ${batch(data, state)}`
@@ -328,5 +344,6 @@ const Words = (() => {
   return {
     duration, bytes, range, times, percent, efficiency, counted, grouped, three,
     sentence, sentenceOf, softwareLimit, limits, error, batch, about, bestPurchases,
+    softwareRange,
   };
 })();

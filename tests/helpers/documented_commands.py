@@ -140,6 +140,7 @@ CHECKS = {
     "^ip ": quick(prints=r"127\.0\.0\.1/8"),
     "^source|^export": quick(),
     # benchmarks
+    r"benchmarks/predictions\.py .*today": quick(prints=r"all +10 "),
     r"benchmarks/predictions\.py": quick(prints=r"all +62"),
     "train_step|loader": long(cifar=True),
     "audit_overhead": long("--pairs 1 --steps 2"),

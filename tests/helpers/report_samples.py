@@ -1,13 +1,13 @@
 """Invented comparisons for tests of the report; no number was measured.
 
 The numbers follow a rule. A step of ``none`` on one node takes 1.0 s. On N nodes compute takes 1/N
-of that, and a strategy's exchange takes ``WIRE[sync] * (N - 1)`` seconds. Repeats differ by -1 %, 0
-and +1 %.
+of that, and a strategy's exchange takes ``WIRE[sync] * (N - 1)`` seconds. Three repeats differ so
+much that their 95 % interval is 2 % to each side.
 """
 
 import math
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from common.profiling.records import GradientClaim, RankTimeline, SentMessage
 from common.runs import RankRow, StepSeconds, TimelineFile
@@ -26,10 +26,12 @@ WIRE = {
     "topk": 0.03,
     "ddp_fp16": 0.006,
     "ddp_powersgd": 0.004,
+    "all_reduce_flat": 0.048,
 }
 SHRINK = {"topk": 0.04, "ddp_fp16": 0.5, "ddp_powersgd": 0.012}  # of the bytes, if not exact
 SHARES = {"data": 0.01, "forward": 0.33, "backward": 0.64, "update": 0.02}
 WAIT = 0.004
+T = 4.302653 / math.sqrt(3)  # Student's t of three values, over the root of their number
 MEMORY = {
     "parameters": BYTES,
     "gradients": BYTES,
@@ -76,6 +78,7 @@ def cell(
     loss_shift=0.0,
     precision="fp32",
     load=0.5,
+    iteration=0.0,
     rate=None,
     group=0,
     status="done",
@@ -84,7 +87,8 @@ def cell(
     """Return a cell with these ``entries``; failed and pending cells have no numbers.
 
     losses : of each run from step 1 on; ``loss`` by default, with ``loss_shift`` from step 2 on
-    because the gradients were added up and never divided.
+    because the gradients were added up and never divided. iteration : the mean iteration over the
+    step; 0: no run recorded it.
     """
     weak = scaling == "weak"
     result = Cell(
@@ -121,7 +125,7 @@ def cell(
                     host=f"node{rank}",
                     threads=1,
                     messages=34.0,
-                    seconds=longer(seconds, 0.01 * away),
+                    seconds=longer(seconds, 0.02 / T * away),
                     peak_memory_bytes=int(memory + (rank - (nodes - 1) / 2) * 4e6),
                     bytes_sent=sent(sync, nodes, rank),
                     memory=dict(MEMORY),
@@ -138,7 +142,7 @@ def cell(
             test_loss=accuracy and 1.5,
             precision=precision,
             load_per_core=load,
-            mean_iteration_seconds=1.1 * seconds.step,
+            mean_iteration_seconds=iteration * (1 + 0.02 / T * away) * seconds.step or None,
             claim=claim(nodes, result.exact, 1 if loss_shift else 1 / nodes),
         )
         result.repeats.append(outcome)
@@ -153,6 +157,19 @@ def cell(
         for name, value in asdict(seconds).items()
     }
     return result
+
+
+def set_times(entry, seconds, low=None, high=None):
+    """Give a cell of three repeats the step with this 95 % interval; of one repeat without one."""
+    steps = [seconds]
+    if high is not None:
+        apart = (high - seconds) / T
+        steps = [seconds - apart, seconds, seconds + apart]
+    entry.repeats = entry.repeats[: len(steps)]
+    for run, step in zip(entry.repeats, steps, strict=True):
+        for rank in run.ranks:
+            rank.seconds = replace(rank.seconds, step=step)
+    entry.medians.step = seconds
 
 
 def claim(nodes, exact, weight):

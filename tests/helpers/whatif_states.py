@@ -24,6 +24,7 @@ from common.sync import STRATEGIES
 from lab.cli import build_parser
 from lab.predict import event_model
 from lab.predict.calibration_file import Calibration, load_calibration, reference_path
+from lab.predict.cluster import GENERATIONS
 from lab.predict.compute_model import ComputeProfile
 from lab.predict.scenario import Scenario
 from lab.predict.tables import PredictedStep, message_plans, predict_table
@@ -148,7 +149,14 @@ def _random_state(page: Page, dice: random.Random) -> State:
     step_ms: float | None = _spread(dice, 1, 5000)
     if costs == "calibrated" or (model == own and dice.random() < 0.5):
         step_ms = None
-    backend, transport = dice.choice([("gloo", "tcp"), ("nccl", "tcp"), ("nccl", "rdma")])
+    backend = dice.choice(["gloo", "nccl", "nccl"])
+    transport = dice.choice(GENERATIONS["tcp"])
+    if backend == "nccl" and dice.random() < 0.6:
+        transport = dice.choice(GENERATIONS["rdma"])
+    software_gbit = dice.choice([None, None, _spread(dice, 1, 3000)])
+    adapters = None
+    if costs == "typical" and software_gbit is None and transport != "rdma-gpudirect":
+        adapters = dice.choice([None, 1, 2, 8])
     ranks_per_node = dice.choice([1, 1, 2, 3, 4, 8, 16, 64])
     return {
         "model": model,
@@ -157,7 +165,9 @@ def _random_state(page: Page, dice: random.Random) -> State:
         "costs": costs,
         "backend": backend,
         "transport": transport,
-        "rate_gbit": _spread(dice, 0.05, 800),
+        "adapters": adapters,
+        "software_gbit": software_gbit if costs == "typical" else None,
+        "rate_gbit": _spread(dice, 0.05, 3200),
         "inside_gbit": dice.choice([None, _spread(dice, 1, 5000)]),
         "latency_us": dice.choice([None, _spread(dice, 1, 5000)]),
         "step_ms": step_ms,
@@ -185,6 +195,9 @@ def command_of(state: State, calibration: str) -> list[str]:
         given += ["--model", state["model"]]
     if state["costs"] == "typical":
         given += ["--backend", state["backend"], "--transport", state["transport"]]
+        for name, flag in (("adapters", "--adapters"), ("software_gbit", "--software-gbit")):
+            if state[name] is not None:
+                given += [flag, str(state[name])]
     if state["step_ms"] is not None:
         given += ["--step-time", f"{state['step_ms']}ms", "--batch", str(state["batch"])]
     if state["ranks_per_node"] > 1:

@@ -15,7 +15,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
         yield Unknown("end", f"it still trained after {steps}, and was ended")
     elif recording.hung:
         yield Unknown("end", f"it did not end after {steps}")
-    elif recording.ranks and all(map(ended, recording.ranks)):
+    elif came_to_end(recording):
         yield Right("end", f"every rank ended by itself after {steps}")
     else:
         yield Unknown("end", f"a rank did not end in good order after {steps}")
@@ -24,6 +24,11 @@ def check(recording: Recording) -> Iterator[Outcome]:
 def ended(rank: RankRecords) -> bool:
     """Return whether a rank ended by itself, in good order."""
     return not rank.of(Error) and any(not end.status for end in rank.of(ProcessEnd))
+
+
+def came_to_end(recording: Recording) -> bool:
+    """Return whether all ranks ended by themselves, in good order."""
+    return not recording.of(Cut) and bool(recording.ranks) and all(map(ended, recording.ranks))
 
 
 def epochs_of(recording: Recording) -> int:

@@ -89,7 +89,7 @@ def evaluation_loaders(recording: Recording) -> list[list[TrainingLoader]]:
 
 
 def _side_by_side(recording: Recording, *, train: bool) -> list[list[TrainingLoader]]:
-    by_rank = [loaders for rank in recording.ranks if (loaders := _loaders_of(rank, train=train))]
+    by_rank = [loaders for rank in recording.ranks if (loaders := loaders_of(rank, train=train))]
     if len(by_rank) < 2 or len(set(map(len, by_rank))) > 1:
         return []
     groups = [list(group) for group in zip(*by_rank, strict=True)]
@@ -102,7 +102,8 @@ def loader_line(recording: Recording) -> CodeLine | None:
     return loaders[0].facts.line if loaders else None
 
 
-def _loaders_of(rank: RankRecords, *, train: bool) -> list[TrainingLoader]:
+def loaders_of(rank: RankRecords, *, train: bool) -> list[TrainingLoader]:
+    """Return the loaders with which a rank trained, or the others."""
     trained = _trained_epochs(rank)
     drawn: dict[EpochNumber, list[Batch | EpochOver | Rest]] = defaultdict(list)
     for record in rank.records:

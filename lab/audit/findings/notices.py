@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
 from common.say import listed
+from lab.audit.findings.endings import came_to_end, short_epochs_of
 from lab.audit.findings.epochs import (
     TrainingStep,
     is_sequential,
@@ -17,21 +18,27 @@ from lab.audit.findings.epochs import (
     training_steps,
 )
 from lab.audit.findings.finding import Finding, found
-from lab.audit.findings.where import backward_line, exchange_line, first_records
+from lab.audit.findings.where import (
+    backward_line,
+    exchange_line,
+    first_records,
+)
 from lab.audit.recording import Recording
-from lab.audit.records import CodeLine, Evaluation
+from lab.audit.records import Autocast, Backward, CodeLine, Evaluation, Loader, Step
 
 
 def check(recording: Recording) -> Iterator[Finding]:
     """Yield the notices on a run."""
     if len(recording.ranks) < 2:
         return
-    for part in (_batchnorm, _shares, _accumulation, _uneven_batches):
+    parts = (_batchnorm, _shares, _accumulation, _uneven_batches, _autocast, _random_evaluation)
+    for part in parts:
         yield from part(recording)
 
 
 def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
-    """Yield the notices that need runs of two sizes: whether the global batch grows with them."""
+    """Yield the notices that need runs of two sizes: what grows or shrinks with them."""
+    yield from _divided_length(recordings)
     runs = {}  # by number of ranks, the local batch of each rank
     for recording in recordings:
         if recording.global_batch is None and (local := local_batches(recording)):
@@ -43,6 +50,70 @@ def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
     totals = listed(f"{sum(runs[size].values()):,} with {size} ranks" for size in sizes)
     line = next((line for run in recordings if (line := loader_line(run))), None)
     yield replace(found("batch-grows", line, totals=totals), sizes=sizes)
+
+
+def _divided_length(recordings: Sequence[Recording]) -> Iterator[Finding]:
+    """Compare how many epochs the runs train: a part of those with one rank, and of one in part.
+
+    Where a limit on samples or steps ends the training, epochs or steps are equal. Where the ranks
+    stop early, they stop at the end of an epoch.
+    """
+    texts = []
+    of_one_rank = []
+    in_part = False
+    for recording in recordings:
+        epochs = _epochs_trained(recording)
+        texts.append(f"{epochs:.3g} with {recording.size} ranks")
+        of_one_rank.append(epochs * recording.size)
+        in_part = in_part or epochs % 1 > 0
+    steps = set(map(attrgetter("steps"), recordings))
+    if len(texts) < 2 or not in_part or len(steps) < len(recordings):
+        return
+    # the number of an epoch's batches is divided, and rounded down
+    least = max(of_one_rank) * (1 - max(map(_rounded, recordings)))
+    if min(of_one_rank) >= least:
+        line = recordings[0].of(Step)[0].at
+        sizes = tuple(map(attrgetter("size"), recordings))
+        notice = found("divided-length", line, sure=False, epochs=listed(texts))
+        yield replace(notice, sizes=sizes)
+
+
+def _epochs_trained(recording: Recording) -> float:
+    """Return how many epochs a run trains, the last in part; 0 if that is not known."""
+    loaders = training_loaders(recording)
+    is_whole = came_to_end(recording) and not short_epochs_of(recording)
+    if len(loaders) != 1 or not is_whole:
+        return 0.0
+    trained = sum(step.batches for step in training_steps(loaders[0][0].records))
+    return trained / (loaders[0][0].facts.batches or trained or 1)
+
+
+def _rounded(recording: Recording) -> float:
+    """Return which share of an epoch rounding to one rank's part of it leaves out at most."""
+    return max(recording.size / (loader.batches or 1) for loader in recording.of(Loader))
+
+
+def _autocast(recording: Recording) -> Iterator[Finding]:
+    """Check whether a model runs within autocast, if the script enters it to train."""
+    contexts = recording.of(Autocast)
+    types: set[str] = set()
+    for backward in recording.of(Backward):
+        for forward in backward.forwards:
+            types.update(forward.dtypes)
+    if not contexts or any(context.model for context in contexts):
+        return
+    dtype = contexts[0].dtype
+    if types and dtype not in types:
+        types_text = listed(sorted(types))
+        yield found("autocast-unused", contexts[0].at, dtype=dtype, types=types_text)
+
+
+def _random_evaluation(recording: Recording) -> Iterator[Finding]:
+    """Find an evaluation in which nothing is in training mode, and random numbers are drawn."""
+    evaluations = recording.of(Evaluation)
+    drawn = [one for one in evaluations if one.drew and one.mode == "eval"]
+    if drawn:
+        yield found("random-evaluation", drawn[0].at, drawn=len(drawn), all=len(evaluations))
 
 
 def _batchnorm(recording: Recording) -> Iterator[Finding]:

@@ -41,7 +41,9 @@ params   new parameters of optimiser o: optimizer (class), built (step at which 
 weights  at the first backward after ``step`` steps of optimiser o: o, step, values (samples)
 backward step (as Probe.step counts), micro (number of this backward in the step, from 0), forwards
          [[samples, input_hash, through ("ddp", "module" or "bypass": a module that DDP has wrapped,
-         but not through DDP)]], one if model.forward() is called directly, loss {node, reduction,
+         but not through DDP), mode ("train", "eval", or "both" if the parts of the model differ),
+         dtypes (of what its modules returned)]], one if model.forward() is called directly, loss
+         {node, reduction,
          arriving, samples, target_hash, value} or null (arriving: the gradient that reaches the
          loss node, added up; 0 without one; value: of the tensor from which the pass began), synced
          (whether DDP was to average after its latest forward; null without DDP), seconds,
@@ -89,12 +91,15 @@ done     c, seconds (until the call returned), own_thread (it was called in a th
          Work.wait, with seconds 0 and wait_seconds
 mesh     a DeviceMesh was built, so some communication may not be seen: at
 eval     first forward without gradients after ``step`` steps: step, buffers [[name, samples as a
-         list]], batchnorm (number of BatchNorm layers), at
+         list]], batchnorm (number of BatchNorm layers), mode and dtypes (as of backward), drew (it
+         drew random numbers), at
+autocast the script has left autocast, switched on while gradients are: dtype, model (whether one
+         ran within it), at; once for each line
 drew     a batch was made with random numbers, in this process: indices (of the sampler), states
          {generator: hash of its state before} of those that it drew from
 load     Module.load_state_dict has succeeded: step, matched, missing and unexpected (numbers of
          keys), names (the first that is missing, and the first unexpected one), at
-saved    torch.save to a file: step, path, at
+saved    torch.save to a file: step, path, holds (what kinds of content), at
 loaded   torch.load from a file: step, path, at
 random   a training forward that draws, as by dropout: step, hash (of the generators' states
          before it), at

@@ -97,6 +97,7 @@ class PassWatch:
     _missed : what the latest record ``missed`` said.
     _pending : the forwards that a backward may reach.
     _random : a hash of the random state when the forward began.
+    _dtypes : of what the modules of this forward have returned.
     _evaluated : the latest step after which the script has evaluated.
     _micro : the number of this backward in ``_step``, from 0.
     """
@@ -116,6 +117,7 @@ class PassWatch:
         self._missed: dict[str, list[str]] = {"unused": [], "late": [], "converted": []}
         self._pending: list[_Forward] = []
         self._random: int | None = None
+        self._dtypes: set[str] = set()
         self._evaluated = 0
         self._micro = 0
         self._step = -1
@@ -141,7 +143,8 @@ class PassWatch:
             return
         self._running = weakref.ref(module)
         self.training = torch.is_grad_enabled() and module.training
-        self._random = torch_state() if self.training else None
+        self._random = torch_state()
+        self._dtypes = set()
         self._roots[self._root(module)] = True
         self._probe.tell("forward_begin", module)
 
@@ -150,17 +153,20 @@ class PassWatch:
 
         rest : the output; with torch 2.5 and newer, the named arguments before it.
         """
+        if isinstance(rest[-1], Tensor):
+            self._dtypes.add(str(rest[-1].dtype)[len("torch.") :])
         if self._running() is not module:
             return
         self._running = lambda: None
+        drew = self._random != torch_state()  # as dropout does
         if torch.is_grad_enabled():
             self._await_gradient(module, (arguments, *rest[:-1]), rest[-1])
-        if self.training and self._random != torch_state():  # it has drawn, as dropout does
+        if self.training and drew:
             self._probe.record(
                 "random", step=self._probe.step, hash=self._random, at=self._probe.place()
             )
         if not self.training and self._evaluated != self._probe.step:
-            self._evaluates(module)
+            self._evaluates(module, drew=drew)
         self.training = self._through_ddp = False
         self._probe.tell("forward", module)
 
@@ -168,14 +174,15 @@ class PassWatch:
         """Keep what the record ``backward`` says of a forward, until a gradient reaches it."""
         samples, input_hash = _samples(next(tensors_in(given), None))
         root = id(self._root(module))
-        forward = _Forward(root, [samples, input_hash, self._through(module)])
+        row = [samples, input_hash, self._through(module), _mode(module), sorted(self._dtypes)]
+        forward = _Forward(root, row)
         self._pending.append(forward)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(forward.see_gradient)
 
-    def _evaluates(self, module: Module) -> None:
-        """Record the running statistics with which a model evaluates."""
+    def _evaluates(self, module: Module, *, drew: bool) -> None:
+        """Record how a model evaluates, and with which running statistics."""
         self._evaluated = self._probe.step
         buffers = []
         for name, buffer in module.named_buffers():
@@ -188,6 +195,9 @@ class PassWatch:
             step=self._probe.step,
             buffers=buffers,
             batchnorm=sum(not isinstance(layer, SyncBatchNorm) for layer in layers),
+            mode=_mode(module),
+            dtypes=sorted(self._dtypes),
+            drew=drew,
             at=self._probe.place(),
         )
 
@@ -358,6 +368,17 @@ class PassWatch:
             at=self._probe.place(),
         )
         self._see_missed()
+
+
+def _mode(module: Module) -> str:
+    """Return the mode of a model: "train", "eval", or "both" if its parts differ; DDP has none."""
+    parts = [part for part in module.modules() if not isinstance(part, DistributedDataParallel)]
+    modes = {part.training for part in parts}
+    if len(modes) > 1:
+        return "both"
+    if True in modes:
+        return "train"
+    return "eval"
 
 
 def _missed_how(parameter: Tensor, node: Any, *, reached: bool) -> str | None:

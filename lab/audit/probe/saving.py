@@ -10,14 +10,40 @@ import torch
 
 from .state import Probe, named, patch
 
+# By what has such a state, a key of it.
+_STATES = {"optimizer": "param_groups", "schedule": "last_epoch", "scaler": "growth_factor"}
+
 
 def _record(probe: Probe, kind: str, function: Any, args: Any, kwargs: Any) -> None:
     """Write a record of a call of torch.save or torch.load, unless it is of no file."""
-    file = named(function, args, kwargs)["f"]
+    given = named(function, args, kwargs)
+    file = given["f"]
     path = getattr(file, "name", file)
     if isinstance(path, (str, os.PathLike)) and path != os.devnull:
-        path = os.path.realpath(path)
-        probe.record(kind, step=probe.step, path=path, at=probe.place())
+        fields = {"step": probe.step, "path": os.path.realpath(path), "at": probe.place()}
+        if "obj" in given:
+            fields["holds"] = _holds(given["obj"])
+        probe.record(kind, **fields)
+
+
+def _holds(saved: Any) -> list[str]:
+    """Return the kinds of what is saved: of an object, or of the entries of a plain dict."""
+    kind = _kind(saved)
+    if kind != "dict":
+        return [kind]
+    return sorted(set(map(_kind, saved.values())))
+
+
+def _kind(value: Any) -> str:
+    """Return what a value is, by the keys with which torch's objects save their state."""
+    if not isinstance(value, dict):
+        return type(value).__name__
+    for kind, key in _STATES.items():
+        if key in value:
+            return kind
+    if any(isinstance(held, torch.Tensor) for held in value.values()):
+        return "weights"
+    return "dict"
 
 
 def watch(probe: Probe) -> None:

@@ -290,7 +290,8 @@ def _find_torch(probe: Probe, name: str, *rest: Any) -> Any:
 
 # In this order: a part may use what those before it have set.
 _PARTS = (
-    *("optimizers", "passes", "collectives", "data", "randomness", "saving", "stopping", "clocks"),
+    *("optimizers", "passes", "collectives", "data", "randomness", "saving", "precision"),
+    *("stopping", "clocks"),
 )
 
 

@@ -13,8 +13,8 @@ from lab.plot_style import NothingToShowError, style
 from lab.report.drawings import figures
 from lab.report.drawings.curves import draw_iterations, draw_loss, draw_ranks
 from lab.report.drawings.svg import inline, save, svg
-from lab.report.drawings.timeline import mean_overlap, overlap
 from lab.report.drawings.timeline_figure import Row, draw_timeline
+from lab.report.timeline import mean_overlap, overlap
 from lab.report.view import CellRow, ComparisonGroup, link_text
 
 
@@ -36,22 +36,23 @@ FIGURES: dict[str, tuple[str, Callable[..., Figure], Caption]] = {
     "step_time": (
         "Time of a step",
         figures.draw_step_time,
-        "Each bar is the median step: the median of each section, one after the other, and in grey "
-        "the time outside the sections (metrics, records, Python). Sync is the communication that "
-        "is exposed, a mean over the ranks: first waiting for the slowest rank's last gradient "
-        "(hatched), then sending. "
-        "Where the sections' medians sum up to more than the median step, the excess is pale. The "
-        "tick is the median of the whole step; the line across it is the 95 % interval over the "
-        "repeats, cut at the figure's end, and absent for one repeat. A strategy with a wrong "
-        "result has a cross before its name.",
+        "Each bar is a step: the median of each section over the repeats, one after the other, and "
+        "in grey the time outside the sections (metrics, records, Python). Sync is the "
+        "communication that is exposed, a mean over the ranks: first waiting for the slowest "
+        "rank's last gradient (hatched), then the exchange. What the strategy computes between its "
+        "messages stands apart where a step was recorded; else it is a part of the exchange. "
+        "Where the sections sum up to more than the step, the excess is pale. The tick is the "
+        "whole step, the mean over the repeats; the line across it is its 95 % interval, cut at "
+        "the figure's end, and absent for one repeat. A strategy with a wrong result has a cross "
+        "before its name.",
     ),
     "scaling": (
         "Speed-up and efficiency",
         figures.draw_scaling,
         "The number is the speed-up: samples per second divided by one rank's, which at the same "
-        "global batch is one rank's step time divided by this cell's. The point is the "
+        "global batch is one rank's time divided by this cell's. The point is the "
         "efficiency, the speed-up divided by the number of ranks. A cell left of the dotted line "
-        "is slower than one rank. The lines combine the 95 % intervals of both step times.",
+        "is slower than one rank. The lines combine the 95 % intervals of both times.",
     ),
     "bytes": (
         "Bytes sent",
@@ -61,7 +62,7 @@ FIGURES: dict[str, tuple[str, Callable[..., Figure], Caption]] = {
     "ranks": (
         "Over the number of ranks",
         draw_ranks,
-        "The median step, and the speed-up: how many times as many samples a second as one rank. "
+        "The step, and the speed-up: how many times as many samples a second as one rank. "
         "Ideal is N times with N ranks. Lines lead from the single rank to each strategy.",
     ),
     "iterations": (

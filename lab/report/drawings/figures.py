@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from msgspec.structs import asdict
 
 from common.say import count, factor_text
 from common.utils.grouping import grouped
@@ -47,7 +48,7 @@ _LOOKS_OF_LINKS = {"measured, with headers": _ROOT, "by the plan": _OTHERS}
 
 
 def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw each step by section up to its median, with its 95 % interval."""
+    """Draw each step by section up to its mean over the repeats, with its 95 % interval."""
     if not block.measured:
         raise NothingToShowError("Nothing is measured yet.")
     longest = max(row.step for row in block.measured)
@@ -56,7 +57,7 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
     def draw(axis: Axes, y: float, row: CellRow) -> None:
         for name, begin, end in section_spans(row):
             style = section_style(name)
-            if begin >= row.step:  # the sections sum up to more than the step's own median
+            if begin >= row.step:  # the sections sum up to more than the step
                 style["alpha"] = 0.35
             axis.barh(y, end - begin, left=begin, height=0.7, **style)
         low, high = row.interval("step") or (row.step, row.step)
@@ -70,7 +71,7 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
     panels.figure.legend(
         handles=[
             *map(section_patch, (*SECTIONS, "rest")),
-            line_key("median, 95 % interval", linewidth=1.2, marker="|", markersize=6),
+            line_key("mean, 95 % interval", linewidth=1.2, marker="|", markersize=6),
         ],
         loc="outside lower center",
         ncols=2 if narrow else 4,
@@ -89,13 +90,16 @@ def _high_end(row: CellRow) -> float:
 def section_spans(row: CellRow) -> list[tuple[str, float, float]]:
     """Return name, begin and end in seconds of each section, one after the other.
 
-    The last one, ``rest``, ends at the step's median, and is missing if the sections reach it. A
-    section that goes beyond is cut in two there.
+    The last one, ``rest``, ends at the step's end, and is missing if the sections reach it. A
+    section that goes beyond is cut in two there. What the strategy computes in sync is a part of
+    "wire" where it is not separated.
     """
+    own = row.own_work or 0.0
+    seconds = asdict(row.medians) | {"own": own, "wire": row.medians.wire - own}
     spans = []
     begin = 0.0
     for name in SECTIONS:
-        end = begin + getattr(row.medians, name)
+        end = begin + seconds[name]
         spans.append((name, begin, min(end, row.step)))
         spans.append((name, max(begin, row.step), end))
         begin = end

@@ -25,7 +25,7 @@ from lab.plot_style import (
     section_style,
     title,
 )
-from lab.report.drawings.timeline import Span, backward_end, label, lanes, sync_parts
+from lab.report.timeline import Span, backward_end, label, lanes, sync_parts
 
 Look = dict[str, Any]
 _LANE = 0.55  # height of a row of messages, where a row of sections has 1

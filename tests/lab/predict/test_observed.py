@@ -51,7 +51,7 @@ def test_one_measured_step_moves_all_of_its_cluster(tmp_path, capsys):
     )
     assert width < width_before
     moved = {prior["prior"]: prior for prior in fitted["priors"]}
-    message = moved["gloo-tcp.message_us"]
+    message = moved["gloo-tcp-vm.message_us"]
     assert message["after"] > 1.2 * message["before"]
     assert message["low"] < message["after"] < message["high"]
     assert not any(name.startswith("nccl") for name in moved)
@@ -122,7 +122,7 @@ def test_a_row_may_have_a_rate_and_ranks_of_its_own(tmp_path):
         ("4.5,all_reduce,256,1.0\n", "give a whole number"),
         ("4,all_reduce,256\n", "step_seconds: got ''"),
         ("4,all_reduce,256,1,5\n", "5 values for 4 columns"),
-        ("4,all_reduce,256,100\n", "no Gloo over TCP explains"),
+        ("4,all_reduce,256,100\n", "no Gloo over TCP on virtual machines explains"),
         ("4,all_reduce,2,1.0\n", "too few samples"),
         ("200000,all_reduce,256,1.0\n", "give 2 to 100,000"),
         ("4,none,256,0.7\n", "sends nothing"),

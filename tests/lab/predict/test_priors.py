@@ -34,12 +34,12 @@ def test_draws_are_a_latin_hypercube_and_always_the_same():
 
 def test_drawn_values_have_the_quantiles_of_their_priors():
     beliefs = Beliefs.of(load_priors())
-    values = beliefs.drawn("nccl", "tcp")
+    values = beliefs.drawn("nccl", "tcp-vm")
     of_name = {prior.name: prior for prior in beliefs.priors}
     for drawn, name, unit in [
         (values.fixed_share, "any.fixed_share", 1),
         (values.straggler, "nccl.straggler", 1),
-        (values.most_bits, "nccl-tcp.most_gbit", 1e9),
+        (values.most_bits, "nccl-tcp-vm.most_gbit", 1e9),
         (values.message_seconds, "nccl-tcp.message_us", 1e-6),
     ]:
         prior = of_name[name]

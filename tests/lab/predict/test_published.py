@@ -88,21 +88,32 @@ def test_what_spreadsheets_write_is_read(read, change):
 @pytest.mark.parametrize(
     ("software", "transport", "cluster"),
     [
-        ("PyTorch Gloo CPU", "InfiniBand", ("gloo", "tcp")),
-        ("MPI on CPUs", "", ("gloo", "tcp")),
-        ("PyTorch NCCL, CPU offload", "TCP", ("nccl", "tcp")),
-        ("anything", "default", ("nccl", "tcp")),
-        ("Horovod", "RoCEv2", ("nccl", "rdma")),
-        ("Horovod", "EFA", ("nccl", "rdma")),
-        ("Horovod", "IB HDR", ("nccl", "rdma")),
-        ("Horovod", "IPoIB", ("nccl", "tcp")),
-        ("Horovod", "TCP over InfiniBand", ("nccl", "tcp")),
+        ("PyTorch Gloo CPU", "InfiniBand", ("gloo", "tcp-vm")),
+        ("MPI on CPUs", "", ("gloo", "tcp-vm")),
+        ("PyTorch NCCL, CPU offload", "TCP", ("nccl", "tcp-vm")),
+        ("anything", "default", ("nccl", "tcp-vm")),
+        ("Horovod", "RoCEv2", ("nccl", "rdma-host")),
+        ("Horovod", "EFA", ("nccl", "rdma-host")),
+        ("Horovod", "IB HDR", ("nccl", "rdma-host")),
+        ("Horovod", "IPoIB", ("nccl", "tcp-vm")),
+        ("Horovod", "TCP over InfiniBand", ("nccl", "tcp-vm")),
     ],
 )
 def test_software_and_transport_name_the_cluster(read, software, transport, cluster):
     (row,) = read(table({"software": software, "transport": transport}))
     found = row.cell(Beliefs.of(load_priors())).scenario.cluster
     assert (found.backend, found.transport) == cluster
+
+
+def test_the_step_of_a_node_may_stand_for_that_of_a_rank(read):
+    """Its node's loss is in it, so that it is the step of one node exactly."""
+    own = {"ranks_per_node": "8", "one_rank_step_s": "", "one_rank_batch": ""}
+    (row,) = read(table(own | {"one_node_step_s": "0.25", "nodes": "1"}))
+    cell = row.cell(Beliefs.of(load_priors()))
+    assert cell.scenario.node_step_seconds == 0.25
+    assert float(cell.predicted(cell.scenario)) == pytest.approx(0.25)
+    with pytest.raises(UserError, match="one_rank_step_s"):
+        read(table(own))
 
 
 def test_a_batch_may_be_a_mean(read):

@@ -17,7 +17,7 @@ HOSTILE = r"50 % of a_b & #1 {x} \input{/etc/passwd} ~^ <é → 中"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("latex")
-    data = results(("gather_scatter", "ddp"), (1, 2), accuracy=0.43)
+    data = results(("gather_scatter", "ddp"), (1, 2), accuracy=0.43, iteration=1.1)
     data.timelines = {}
     data.differences = ["data_dir: a in A, b in B"]
     data.groups = {"0": {"data_dir": HOSTILE}, "1": {"data_dir": "b"}}

@@ -12,7 +12,7 @@ from lab.report.drawings.curves import draw_iterations, draw_loss, draw_ranks
 from lab.report.findings import findings
 from lab.report.losses import loss_table
 from lab.report.view import blocks
-from tests.helpers.report_samples import BYTES, cell, on, results
+from tests.helpers.report_samples import BYTES, cell, on, results, set_times
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def positions(text, *marks):
 
 def test_the_answer_comes_first_and_limits_are_folded():
     data = results(("gather_scatter", "ddp"), (1, 4))
-    data.cells[1].intervals["step"] = (0.1, 0.9)
+    set_times(data.cells[1], 0.6, 0.1, 1.1)
     text = page(data)
     places = positions(text, 'class="verdict"', 'class="cards"', 'id="findings"')
     assert places == sorted(places)
@@ -179,7 +179,7 @@ def test_a_bar_adds_up_to_its_own_median():
     entry = cell("ring", 2)
 
     def spans(step):
-        entry.medians.step = step
+        set_times(entry, step)
         return figures.section_spans(group(entry).rows[1])
 
     names = ["data", "forward", "backward", "wait", "wire", "update"]

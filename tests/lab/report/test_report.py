@@ -17,16 +17,18 @@ from common.profiling.records import RankTimeline, SentMessage
 from common.runs import TimelineFile
 from lab.plot_style import spread
 from lab.report import write_report
-from lab.report.drawings.timeline import (
+from lab.report.drawings.timeline_figure import Row, draw_timeline
+from lab.report.tables import csv_text, markdown
+from lab.report.timeline import (
+    hidden_seconds,
     label,
     mean_overlap,
+    message_share,
     overlap,
     sync_parts,
     trace,
     union,
 )
-from lab.report.drawings.timeline_figure import Row, draw_timeline
-from lab.report.tables import csv_text, markdown
 from lab.report.view import blocks, link_text
 from tests.helpers.report_samples import cell, results
 
@@ -57,7 +59,7 @@ class Page:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """Write a report with failed, pending and partial cells, and text that looks like markup."""
-    data = results(("gather_scatter", "ring", "ddp_powersgd"), accuracy=0.43)
+    data = results(("gather_scatter", "ring", "ddp_powersgd"), accuracy=0.43, iteration=1.1)
     data.cells[-2:] = [
         cell("ring", 4, status="failed", message=HOSTILE),
         cell("ddp_powersgd", 4, status="pending"),
@@ -155,24 +157,26 @@ def test_numbers_in_the_page_and_in_the_csv_equal_the_data(report):
             continue
         step, (low, high) = middle.step, entry.intervals["step"]
         parts = ("data", "forward", "backward", "sync", "wait", "update")
+        del times[9]  # what the strategy computes
         assert times[3] == f"{step:.3f} [{low:.3f}, {high:.3f}]"
         assert times[4:10] == [f"{getattr(middle, part):.3f}" for part in parts]
         largest = max(rank.peak_memory_bytes for rank in entry.repeats[0].ranks)
         foretold = data.prediction.cells[entry.id].step_seconds
         values = {
-            "mean_iteration_seconds": entry.repeats[0].mean_iteration_seconds,
+            "mean_iteration_seconds": 1.1 * step,
             **{"speedup_ratio": 1 / step, "efficiency_ratio": 1 / step / nodes},
-            **{"samples_per_second": 256 / step, "root_sent_bytes": middle.root_bytes_sent},
+            **{"samples_per_second": 256 / 1.1 / step, "root_sent_bytes": middle.root_bytes_sent},
             "peak_memory_bytes": middle.peak_memory_bytes,
             "largest_peak_memory_bytes": largest,
             "predicted_step_seconds": foretold,
             "prediction_error_ratio": foretold / step - 1,
         }
         exact = values | {"step_seconds": step, "step_seconds_low95": low}
-        assert {name: float(line[name]) for name in exact} == exact
+        assert {name: float(line[name]) for name in exact} == pytest.approx(exact)
         forms = (".3f", ".2f", ".1%", ".0f", ".2f", ".0f", ".0f", ".3f", "+.1%")
         shown = [value / 1e6 if "bytes" in name else value for name, value in values.items()]
         texts = [format(value, form) for value, form in zip(shown, forms, strict=True)]
+        costs[2] = costs[2].partition(" [")[0]
         assert costs[2:7] + costs[8:] == [text.replace("%", " %") for text in texts]
     assert csv_text([]).splitlines() == ["strategy,nodes"]
     assert markdown([]) == "No cells.\n"
@@ -293,16 +297,38 @@ def test_overlap_by_hand():
     assert overlap(second) is None
     assert mean_overlap(HAND.ranks) == pytest.approx(1 / 3)
     assert mean_overlap([second]) is None
-    assert sync_parts(HAND.ranks, first) == {"wait": [(0.3, 0.35)], "wire": [(0.35, 0.5)]}
-    assert sync_parts(HAND.ranks, second) == {"wait": [], "wire": [(0.35, 0.5)]}
+    assert sync_parts(HAND.ranks, first) == {
+        "wait": [(0.3, 0.35)],
+        "wire": [(0.35, 0.5)],
+        "own": [],
+    }
+    assert sync_parts(HAND.ranks, second) == {"wait": [], "wire": [(0.35, 0.5)], "own": []}
     # With a wait for weights within forward, and messages that block backward.
     sync = [(0.05, 0.08), (0.2, 0.25), (0.3, 0.5)]
     blocked = replace(first, sections=first.sections | {"sync": sync})
     assert overlap(blocked) == pytest.approx(1 / 6)
     assert sync_parts(HAND.ranks, blocked) == {
         "wait": [(0.3, 0.35)],
-        "wire": [(0.05, 0.08), (0.2, 0.25), (0.35, 0.5)],
+        "wire": [(0.2, 0.25), (0.35, 0.5)],
+        "own": [(0.05, 0.08)],
     }
+
+
+def test_between_its_messages_a_strategy_computes():
+    """The rank searches for 50 ms after waiting and adds for 20 ms at the end, as topk does."""
+    late = hand(0, 0.3, ("all_gather", 0.4, 0.45), ("all_gather", 0.44, 0.48))
+    late.sections["sync"] = [(0.3, 0.5)]
+    ranks = [late, hand(1, 0.35)]
+    assert sync_parts(ranks, late) == {
+        "wait": [(0.3, 0.35)],
+        "wire": [(0.4, 0.48)],
+        "own": [(0.35, 0.4), (0.48, 0.5)],
+    }
+    assert message_share([late]) == pytest.approx(0.08 / 0.2)
+    assert hidden_seconds([late]) == 0
+    assert hidden_seconds(HAND.ranks) == pytest.approx(0.1 / 2)  # of two ranks, one sends
+    assert message_share([hand(0, 0.3)]) is None
+    assert message_share([]) is None
 
 
 def test_trace_is_one_that_perfetto_opens(report):

@@ -207,7 +207,7 @@ def test_a_message_is_ready_once_backward_beside_the_others_has_made_it(quick_pa
 def test_terms_are_those_of_the_event_model(quick_pages, costs):
     page = quick_pages[0]
     state = preset_state(page, "laptops", costs=costs, ranks_per_node=2, step_ms=None)
-    cluster = TypicalCluster.of("gloo", "tcp") if costs == "typical" else None
+    cluster = TypicalCluster.of("gloo", "tcp-vm") if costs == "typical" else None
     links = scenario.Scenario(
         calibration=REFERENCE,
         batch_size=256,

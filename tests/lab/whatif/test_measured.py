@@ -149,7 +149,7 @@ def test_each_setting_that_changes_a_prediction_takes_the_points_away(data):
       const set = data.measured.find((entry) => entry.id === "horovod-16gpu-25G");
       const own = { ...State.defaults(data), ...set.state };
       const others = { model: "vgg16", costs: "calibrated", gradient_type: "bf16", backend: "gloo",
-        transport: "rdma", scaling: "strong" };
+        transport: "rdma-host", scaling: "strong" };
       const found = {};
       for (const [name, field] of Object.entries(State.FIELDS)) {
         if (field.list || ["focus", "measured", "nodes"].includes(name)) continue;

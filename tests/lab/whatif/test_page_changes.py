@@ -40,7 +40,7 @@ def test_what_a_change_brings_along(browser, what_if):
     with browser.page(what_if.path) as page:
         choose_preset(page, "gpus")
         page.locator("#c-backend").select_option("gloo")
-        assert state(page)["transport"] == "tcp"
+        assert state(page)["transport"] == "tcp-vm"
         page.locator("#c-costs").select_option("calibrated")
         found = state(page)
         assert (found["model"], found["step_ms"]) == (what_if.data["calibration"]["model"], None)

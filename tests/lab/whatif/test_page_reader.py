@@ -42,7 +42,7 @@ def test_the_settings_in_words(phone):
     for name in ("resnet50_imagenet", "8 nodes of 8 ranks", "NCCL over RDMA at 100 Gbit/s"):
         assert name in text(phone, "settings")
     assert not phone.locator("#c-model").is_visible()
-    phone.locator("#c-transport").select_option("tcp")
+    phone.locator("#c-transport").select_option("tcp-vm")
     settle(phone)
     assert "NCCL over TCP" in text(phone, "settings")
     phone.emulate_media(media="print")

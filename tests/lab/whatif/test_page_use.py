@@ -20,7 +20,7 @@ pytestmark = needs_browser
 OWN_STATE = {
     "model": "resnet50_imagenet",
     "backend": "nccl",
-    "transport": "tcp",
+    "transport": "tcp-vm",
     "rate_gbit": 25,
     "step_ms": 348.5,
     "batch": 128,

@@ -1,8 +1,10 @@
-"""One recorded step: how much of its messages lies under backward, and its trace for Perfetto.
+"""One recorded step: what its messages overlap with, and its trace for Perfetto.
 
 ``overlap`` is the share of a rank's message time before the end of its backward, during which the
 rank computed. A rank's sync section after its own last gradient counts as waiting until the slowest
-rank has its last gradient; the rest is time on the wire. timeline_figure.py draws the step.
+rank has its last gradient. In the rest, ``message_share`` is the part in which a message of the
+rank was under way; in the other part the strategy computed: compressed, added, copied.
+drawings/timeline_figure.py draws the step.
 """
 
 import math
@@ -34,24 +36,35 @@ def backward_end(rank: RankTimeline) -> float | None:
 
 
 def overlap(rank: RankTimeline) -> float | None:
-    """Return which share of the time in messages (their union) is hidden.
-
-    Hidden is what lies before the end of backward and outside "sync": fsdp waits for messages
-    within forward and backward.
-    """
-    spans = union((message.begin, message.end) for message in rank.messages)
-    last = backward_end(rank)
-    if last is None or not spans:
+    """Return which share of the time in messages (their union) is hidden."""
+    spans = _messages(rank)
+    if backward_end(rank) is None or not spans:
         return None
-    syncs = union(rank.sections.get("sync", []))
-    under_backward: list[Span] = []
-    exposed: list[Span] = []  # of these, what lies in "sync"
-    for begin, end in spans:
-        stop = min(end, last)
-        under_backward.append((begin, stop))
-        for sync_begin, sync_end in syncs:
-            exposed.append((max(begin, sync_begin), min(stop, sync_end)))
-    return (_length(under_backward) - _length(exposed)) / _length(spans)
+    return _hidden(rank) / _length(spans)
+
+
+def _messages(rank: RankTimeline) -> list[Span]:
+    return union((message.begin, message.end) for message in rank.messages)
+
+
+def _hidden(rank: RankTimeline) -> float:
+    """Return the seconds in messages before the end of backward and outside "sync".
+
+    Outside "sync", because fsdp waits for messages within forward and backward.
+    """
+    early = [(-math.inf, backward_end(rank) or -math.inf)]
+    under_backward = _common(_messages(rank), early)
+    exposed = _common(under_backward, union(rank.sections.get("sync", [])))
+    return _length(under_backward) - _length(exposed)
+
+
+def _common(spans: Iterable[Span], others: Sequence[Span]) -> list[Span]:
+    """Return what lies in both, of disjoint spans each; pieces may be empty."""
+    return [
+        (max(begin, other_begin), min(end, other_end))
+        for begin, end in spans
+        for other_begin, other_end in others
+    ]
 
 
 def _length(spans: Sequence[Span]) -> float:
@@ -65,25 +78,54 @@ def mean_overlap(ranks: Iterable[RankTimeline]) -> float | None:
     return fmean(shares) if shares else None
 
 
-def sync_parts(ranks: Iterable[RankTimeline], rank: RankTimeline) -> dict[str, list[Span]]:
-    """Split a rank's sync at the last gradient of the slowest of ``ranks`` into "wait" and "wire".
+def hidden_seconds(ranks: Iterable[RankTimeline]) -> float:
+    """Return the seconds of messages that backward hides, the mean over the ranks."""
+    return fmean(map(_hidden, ranks))
 
-    What comes before the rank's own last gradient is on the wire: weights that forward waits for.
+
+def message_share(ranks: Sequence[RankTimeline]) -> float | None:
+    """Return the share of the ranks' sync after waiting in which a message of theirs is under way.
+
+    None without messages, or without such a time. A message is also under way while it waits for
+    ranks that have not called it yet.
+    """
+    under_way = 0.0
+    own = 0.0
+    for rank in ranks:
+        parts = sync_parts(ranks, rank)
+        under_way += _length(parts["wire"])
+        own += _length(parts["own"])
+    if under_way + own == 0 or not any(rank.messages for rank in ranks):
+        return None
+    return under_way / (under_way + own)
+
+
+def sync_parts(ranks: Iterable[RankTimeline], rank: RankTimeline) -> dict[str, list[Span]]:
+    """Split a rank's sync at the last gradient of the slowest of ``ranks``: "wait", then the rest.
+
+    Of the rest, "wire" has a message of the rank under way, and in "own" the strategy computes. A
+    rank without messages has no "own". What comes before the rank's own last gradient is no
+    waiting: weights that forward waits for.
     """
     ends = [end for other in ranks if (end := backward_end(other)) is not None]
     slowest = max(ends, default=-math.inf)
-    own = backward_end(rank) or -math.inf
+    last = backward_end(rank) or -math.inf
     wait: list[Span] = []
-    wire: list[Span] = []
+    rest: list[Span] = []
     for begin, end in rank.sections.get("sync", []):
         split = begin
-        if begin >= own:
+        if begin >= last:
             split = max(begin, min(end, slowest))
-        if split > begin:
-            wait.append((begin, split))
-        if end > split:
-            wire.append((split, end))
-    return {"wait": wait, "wire": wire}
+        wait.append((begin, split))
+        rest.append((split, end))
+    messages = _messages(rank) or [(-math.inf, math.inf)]
+    bounds = [-math.inf, *(bound for span in messages for bound in span), math.inf]
+    between = list(zip(bounds[::2], bounds[1::2], strict=True))
+    return {
+        "wait": union(wait),
+        "wire": union(_common(rest, messages)),
+        "own": union(_common(rest, between)),
+    }
 
 
 def lanes(messages: Sequence[SentMessage]) -> list[list[SentMessage]]:
