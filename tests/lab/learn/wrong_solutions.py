@@ -345,7 +345,8 @@ OTHERS = [
             ),
             "the last rank's batch": (
                 {3: "GLOBAL_BATCH // size * (1 + rank // (size - 1))"},
-                "different numbers of batches", "different-batch-counts",
+                "different numbers of batches",
+                "different-batch-counts",
             ),
         },
     ),
