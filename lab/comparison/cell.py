@@ -206,6 +206,11 @@ def _means_over_ranks(ranks: Sequence[RankRow]) -> dict[str, float | None]:
     return means
 
 
+def steps_of(cell: Cell) -> list[float]:
+    """Return the step of each good repeat, the mean over its ranks; a cell's step is their mean."""
+    return [mean_seconds(run.ranks).step for run in cell.runs if run.ranks]
+
+
 def interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
     """Return the 95 % interval of the mean of independent repeats, by Student's t, cut off at 0.
 

@@ -147,7 +147,7 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
     numbers = [(f"shortest {a_step(best).partition(' ')[2]}", timed(best), who)]
     if best.nodes > 1:
         sync = best.medians.sync
-        exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)} of a step)"
+        exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)})"
         numbers.append(("exposed communication", exposed, f"mean over the ranks of {best.name}"))
     if last is not best:
         ratio = f"{factor_text(last.seconds / best.seconds)} times"

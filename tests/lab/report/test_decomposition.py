@@ -56,7 +56,7 @@ def test_the_sample_s_steps_add_up_to_its_headline(sample):
     assert hidden_seconds(rest.faster.timeline.ranks) == pytest.approx(0.095, abs=0.001)
     answer = verdict(block, [])
     _, first, *_ = answer.why.splitlines()
-    assert "gather_scatter to all_reduce" in first, "the greatest step is named first"
+    assert "from gather_scatter to all_reduce" in first, "the greatest step is named first"
 
 
 def test_the_assignment_s_pair_is_compared_although_the_chain_passes_it_by(sample):
