@@ -18,6 +18,6 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         "logs",
         nargs="+",
         metavar="LOG",
-        help="files with the output of the ranks, ideally of all ranks; - is standard input",
+        help="files with the output of the ranks, ideally of all, or folders; - is standard input",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")

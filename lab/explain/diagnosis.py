@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.say import ranks_text
 from common.utils.processes import how_ended
-from lab.explain.episodes import ROOT_CAUSE, Episode, KnownError, exits, tracebacks
+from lab.explain.episodes import OWN, ROOT_CAUSE, Episode, KnownError, exits, ranks_of, tracebacks
 from lab.explain.streams import Log
 
 # Of the table's entries: what began a failure, what followed, what other ranks print about it, and
@@ -27,10 +27,11 @@ KINDS = ("cause", "symptom", "echo", "note")
 _TABLE = Path(__file__).with_name("known_errors.toml")
 _NEAR = 40  # lines, of a traceback
 _MOST_OTHERS = 6
+_TAIL = 40  # characters: lines that end alike say the same
 _MOST_SAID = 500  # characters
 # The beginning of this project's messages for the user
-_OWN_MESSAGE = re.compile(r"error(?: \(rank \d+\))?: ")
-_ERROR_LINE = (
+_OWN_MESSAGE = re.compile(r"error(?: \(rank \d+\))?: (?!(?:[-+\d.e%]+|[Nn]one|null|OK)$)")
+_ERROR_LINE = re.compile(
     r"^(?i:(?:\S{1,200} ){0,4}?\[?(?:error|fatal|critical|failed)\b\]?(?:[:\]( ]|$)|\[?[EF]\d{3,4} "
     r"|\[E |.*NCCL WARN|\S{1,200}: (?:line \d+: |can't open|cannot )|terminate called|\s*what\(\)"
     r"|Fatal Python|(?:\w{1,99}\.){0,12}\w{0,99}(?:Error|Exception)\b)"
@@ -40,7 +41,7 @@ _BY_WORDS = {
     "wrapper": re.compile(
         r"ChildFailedError|Process(?:Raised|Exited)Exception|CalledProcessError|RemoteTraceback"
         r"|Ray(?:Task|Actor)Error|TrainingFailedError|ExceptionGroup"
-        r"|Caught \w+ in (?:DataLoader|pin memory|replica)"
+        r"|Caught \w+ in (?:DataLoader|pin memory|replica)|multiprocessing[/\\]spawn\.py:join"
     ),
     "teardown": re.compile(
         r"Exception ignored |atexit|_run_finalizers|_exit_function|_run_exitfuncs|_python_exit"
@@ -113,7 +114,7 @@ def _may_tell() -> re.Pattern[str]:
         for pattern in error.patterns
         if error.kind == "note" or re.match(r"\^(?!\(\?!)", pattern)
     ]
-    return re.compile("|".join([_ERROR_LINE, *patterns]))
+    return re.compile("|".join([_ERROR_LINE.pattern, *patterns]))
 
 
 def _entry(name: str) -> KnownError:
@@ -202,13 +203,13 @@ def diagnose(logs: Sequence[Log]) -> list[Episode]:
     """
     raised = _by_time(chain.from_iterable(map(_raised, logs)))
     lines = _by_time(chain.from_iterable(_lines(log, raised) for log in logs))
-    ended = _ended([*chain.from_iterable(map(exits, logs))], raised)
+    ended = _ended([*chain.from_iterable(map(exits, logs))], [*raised, *lines])
     notes = {one.name: one for one in reversed(lines) if one.role == "note"}
     found = _by_time([*raised, *lines, *ended])
     first = min(found, key=_tier, default=None)
     if first is None or _tier(first) == _NO_FAILURE:
         return [*reversed(notes.values())]
-    if first in ended:
+    if first.status or first.name in _OF_SIGNALS.values():
         first = next((line for line in lines if _tells_more(line, first)), first)
     _complete(first, found)
     others = {one.said: one for one in reversed(raised) if one.role != "wrapper"}
@@ -274,23 +275,31 @@ def _mark_handled(log: Log, found: Sequence[Episode]) -> None:
 
 
 def _first_of(errors: Sequence[Episode]) -> Episode:
-    """Return the first of a chain that the table knows, else the first."""
+    """Return the first of a chain that the table knows, else the first; no launcher's report."""
     hidden: set[str] = set()
     for one in errors:
         one.known = _known(one)
+        one.role = _role(one)
         hidden.update(one.known.hides if one.known else ())
-    explained = [one for one in errors if one.known and one.name not in hidden]
-    first = [*explained, *errors][0]
-    first.role = _role(first)
-    first.explanation = " / ".join(f"it led to: {one.said}" for one in errors[1:])
+
+    def order(one: Episode) -> tuple[bool, bool]:
+        return one.role == "wrapper", one.known is None or one.name in hidden
+
+    first = min(errors, key=order)
+    first.ranks = first.ranks.union(*(one.ranks for one in errors))
+    place = errors.index(first)
+    told = [f"it followed from: {one.said}" for one in errors[:place]]
+    told += [f"it led to: {one.said}" for one in errors[place + 1 :] if one.said != first.said]
+    first.explanation = " / ".join(told)
     return first
 
 
 def _role(episode: Episode) -> str:
     """Return what an exception is by itself; whether it was handled shows in the run."""
-    functions = " ".join(frame.function for frame in episode.frames)
+    called = [frame.function for frame in episode.frames]
+    called += [f"{frame.file}:{frame.function}" for frame in episode.frames[-1:]]
     for role, pattern in _BY_WORDS.items():
-        if pattern.search(f"{episode.heading} {functions} {episode.said}"):
+        if pattern.search(f"{episode.heading} {' '.join(called)} {episode.said}"):
             return role
     if episode.known is not None:
         return _ROLES[episode.known.kind]
@@ -310,14 +319,15 @@ def _lines(log: Log, raised: Sequence[Episode]) -> list[Episode]:
     """Return the lines outside of tracebacks that tell something, one of each shape."""
     taken: set[int] = set()
     for one in raised:
-        taken.update(range(one.begin, one.place + 1) if one.log is log else ())
+        taken.update(one.places if one.log is log else ())
     found = []
     for places in log.telling_shapes:
         line = log.line(places[0])
         if places[0] in taken or not _may_tell().search(line.body):
             continue
         episode = Episode(log, places[0], places[0], line.body.strip(), count=len(places))
-        episode.ranks = set() if line.rank is None else {line.rank}
+        for same in places[:_NEAR]:
+            episode.ranks |= ranks_of(log.line(same).rank)
         episode.known = _known(episode)
         if episode.known is not None:
             episode.role = _ROLES[episode.known.kind]
@@ -329,16 +339,24 @@ def _lines(log: Log, raised: Sequence[Episode]) -> list[Episode]:
     return found
 
 
-def _ended(found: Sequence[Episode], raised: Sequence[Episode]) -> list[Episode]:
-    """Return the exits with what they mean, except those that an exception explains."""
-    by_role = {one.role: one for one in raised}
-    is_open = any(one.status == 1 for one in found)
-    if is_open and not by_role.keys() & {"initiator", "reaction"} and "handled" in by_role:
-        by_role["handled"].role = "initiator"  # it has ended a Python, since nothing else did
+def _ended(found: Sequence[Episode], told: Sequence[Episode]) -> list[Episode]:
+    """Return the exits with what they mean, except those that a reaction explains."""
+    raised = {one.role: one for one in told if one.type}
+    is_open = any(end.status == 1 for end in found)
+    if is_open and "handled" in raised and raised.keys().isdisjoint(("initiator", "reaction")):
+        raised["handled"].role = "initiator"  # it has ended a Python, since nothing else did
     for end in found:
         _tell_status(end)
-    reacting = [one.rank for one in raised if one.role == "reaction"]
-    return [end for end in found if end.status < 0 or end.rank not in reacting]
+    return [end for end in found if not any(_explains(one, end) for one in told)]
+
+
+def _explains(reaction: Episode, end: Episode) -> bool:
+    """Return whether a rank has ended in this way because it only reacted."""
+    is_another = reaction.ranks and end.ranks and reaction.ranks.isdisjoint(end.ranks)
+    if reaction.role != "reaction" or is_another:
+        return False
+    hides = reaction.known.hides if reaction.known else []
+    return end.name in hides or (end.status == 1 and reaction.type != "")
 
 
 def _tell_status(end: Episode) -> None:
@@ -381,10 +399,11 @@ def _by_time(found: Iterable[Episode]) -> list[Episode]:
 
 
 def _tells_more(line: Episode, end: Episode) -> bool:
-    """Return whether a line came before an exit, or explains it."""
-    if line.known is not None and end.name in line.known.hides and line.role != "handled":
-        return True
-    return line.role == "initiator" and (line.begin < end.begin or end.status > 0)
+    """Return whether a line explains an exit, or came before it."""
+    if line.role != "initiator":
+        return False
+    hides = line.known.hides if line.known else []
+    return end.name in hides or end.status > 0 or (end.status < 0 and line.begin < end.begin)
 
 
 def _complete(first: Episode, found: Sequence[Episode]) -> None:
@@ -394,12 +413,14 @@ def _complete(first: Episode, found: Sequence[Episode]) -> None:
     if first.role == "reaction":
         _tell_where_ranks_stood(first, reactions)
     elif first.type:
-        _count(first, found, ends)
-        if not ends and not first.log.is_last(first.place + first.message.count("\n")):
+        _count(first, found)
+        is_last = ends or first.log.is_last(first.places[-1])
+        if first.certainty == "certain" and not is_last:
             first.certainty = "likely"
             first.reason += ", but the log goes on after it"
     elif not first.status:
         first.reason = "a line outside of tracebacks; no exception tells more"
+        _add_same(first, found)
         if ends and ends[0].certainty == "certain":
             first.ranks |= ends[0].ranks
     elif first.status > 0:
@@ -409,24 +430,35 @@ def _complete(first: Episode, found: Sequence[Episode]) -> None:
             first.explanation = f"the last lines of others: {' / '.join(words)}"
 
 
-def _count(first: Episode, found: Sequence[Episode], ends: Sequence[Episode]) -> None:
-    """Add which exceptions say the same, and whether others began by themselves."""
-    began = [one for one in found if one.role == "initiator" and one.type]
-    same = [one for one in began if one.said == first.said]
-    first.count = len(same)
-    first.ranks = first.ranks.union(*(one.ranks for one in same))
-    first.reason = "the first of several exceptions"
-    if len(same) >= len(began):
-        first.reason = "no other exception began by itself"
-    elif any(end.ranks & first.ranks for end in ends):
-        first.reason += ", and the launcher names this rank"
-    first.certainty = "likely" if first.reason.endswith("exceptions") else "certain"
+def _add_same(first: Episode, found: Sequence[Episode]) -> None:
+    """Add to a line what others say of the same failure: further words, and the ranks."""
+    for one in found:
+        if one.name == first.name and not one.type:
+            first.ranks |= one.ranks
+            if one.said[-_TAIL:] != first.said[-_TAIL:]:
+                first.explanation = first.explanation or f"also: {one.said}"
+
+
+def _count(first: Episode, found: Sequence[Episode]) -> None:
+    """Add who says the same, and whether something else began by itself."""
+    first.certainty = "certain"
+    first.reason = "no other exception, signal or known error began by itself"
+    first.count = 0
+    for one in found:
+        if _tier(one) > 1:
+            continue
+        if one.said == first.said:
+            first.count += 1
+            first.ranks |= one.ranks
+        elif one.name == OWN or one.name != first.name:
+            first.certainty = "likely"
+            first.reason = "the first of several failures that may have begun by themselves"
 
 
 def _tell_where_ranks_stood(first: Episode, reactions: Sequence[Episode]) -> None:
     """Explain a failure that follows from another one by where each rank was when it did."""
     first.certainty = "possible"
-    first.reason = "it follows from something else, and no error here tells of that"
+    first.reason = "it follows from something else"
     stood: dict[str, set[int]] = defaultdict(set)
     for one in reactions:
         if one.standing:
@@ -434,13 +466,25 @@ def _tell_where_ranks_stood(first: Episode, reactions: Sequence[Episode]) -> Non
     if first.frames and len(stood) > 1 and _TIMED_OUT.search(first.said):
         first.known = _entry("mismatched_collectives")
     words = first.log.last_words(first.begin, {one.rank for one in reactions} - {None})
-    if words and len(stood) < 2:
+    if suspect := _suspect(first):
+        first.reason += f"; an earlier line may tell of what: {suspect}"
+    elif words and len(stood) < 2:
         first.reason += f"; the last lines of others: {' / '.join(words)}"
     places = [
         f"{ranks_text(sorted(ranks)) if ranks else 'a rank'} in {place}"
         for place, ranks in stood.items()
     ]
     first.explanation = "; ".join(places)
+
+
+def _suspect(first: Episode) -> str:
+    """Return a line before a failure that looks like an error and is no consequence, else ""."""
+    log = first.log
+    for line in map(log.line, filter(first.begin.__gt__, log.telling)):
+        is_error = _ERROR_LINE.search(line.body) and not is_consequence(line.body)
+        if is_error and not log.goes_on(line.number - 1):
+            return line.text.strip()
+    return ""
 
 
 def flags_of(logs: Iterable[Log]) -> dict[str, str]:

@@ -25,8 +25,9 @@ _FRAME = re.compile(
 # After frames an exception may have any name; elsewhere its name must say that it is one.
 _NAMED = r"(?P<type>(?:[A-Za-z_]\w{0,99}(?:\.<locals>)?\.){0,12}"
 _ANY_EXCEPTION = re.compile(rf"{_NAMED}[A-Za-z_]\w{{0,99}}(?:\(\w+\))?)(?::\s?(?P<text>.*))?$")
+_METRIC = r"[\w.]{0,100}(?<!Key)Errors?:\s+(?:[-+\d.e%]+|[Nn]one|null|OK)$"
 _EXCEPTION = re.compile(
-    rf"(?!nccl){_NAMED}\w{{0,80}}(?:Error|Exception|Interrupt|Group)(?:\(\w+\))?)(?::(?:\s(?P<text>.*))?)?$"
+    rf"(?!nccl|{_METRIC}){_NAMED}\w{{0,80}}(?:Error|Exception|Interrupt|Group)(?:\(\w+\))?)(?::(?:\s(?P<text>.*))?)?$"
 )
 _BEGINS = re.compile(
     re.sub(r"\(\?P<\w+>", "(?:", f"{_HEADER.pattern}|^{_FRAME.pattern}|^{_EXCEPTION.pattern}")
@@ -42,7 +43,7 @@ _CHAINED = re.compile(
 _STRUCTURE = re.compile(
     r"The above exception|During handling of|\s*\[?[DIWEF]\d{3,4} |\s*\[[DIWEF]\d{0,4}\s"
     r"|=====|-----|\*{5}|-- Process \d|.{0,200}Traceback \(|\s*File \"|srun: |slurmstepd"
-    r"|\S{1,200}: error: |(?:ERROR|WARNING|INFO)\b"
+    r"|\S{1,200}: error: |(?:ERROR|WARNING|INFO)\b|terminate called"
 )
 _HEADING = re.compile(
     r"Exception ignored |Exception in thread |Error in atexit|-- Process (?P<process>\d+) term"
@@ -54,6 +55,7 @@ _LIBRARY = re.compile(
 )
 _PACKAGE = re.compile(r"(?:^|(?:site|dist)-packages[/\\])(\w+)")
 _WORK = re.compile(r"SeqNum=(\d{1,18}), OpType=(\w{1,40})")  # of NCCL's watchdog
+_LAST_ERROR = re.compile(r"Last error:\s+(\S.*)")  # what NCCL says under its own error
 _OUTER = ("wrapper", "inner", "<module>")
 # --- exits, in the words of launchers, shells and schedulers ---
 OWN = "own_exception"
@@ -165,6 +167,11 @@ class Episode:
         return self.log.line(self.place)
 
     @property
+    def places(self) -> range:
+        """The places of its lines, the message's last one included."""
+        return range(self.begin, self.place + 1 + self.message.count("\n"))
+
+    @property
     def rank(self) -> int | None:
         """Its rank, None if nothing tells it."""
         return min(self.ranks, default=None)
@@ -181,8 +188,10 @@ class Episode:
 
     @property
     def said(self) -> str:
-        """The exception's type and the first line of its message, or the line."""
-        return ": ".join(filter(None, (self.type, self.message.partition("\n")[0])))
+        """The exception's type and what its message says first, or the line."""
+        said = ": ".join(filter(None, (self.type, self.message.partition("\n")[0])))
+        last = _LAST_ERROR.search(self.message)
+        return f"{said} … Last error: {last[1]}" if last else said
 
     @property
     def own_frame(self) -> TracebackFrame | None:
@@ -313,16 +322,16 @@ def _exception(episode: Episode, text: str, taken: set[int]) -> Episode:
 
 def _read_heading(episode: Episode) -> None:
     """Read whose an exception is; the lines before it may tell that, and what it means."""
-    episode.ranks = _ranks(episode.line.rank)
+    episode.ranks = ranks_of(episode.line.rank)
     for place in range(max(0, episode.begin - 3), episode.begin):
         line = episode.log.line(place)
         if heading := _HEADING.match(line.body):
             episode.heading = heading[0]
-            named = _ranks(heading["process"], heading["named"], line.rank)
+            named = ranks_of(heading["process"], heading["named"], line.rank)
             episode.ranks = episode.ranks or named
 
 
-def _ranks(*numbers: int | str | None) -> set[int]:
+def ranks_of(*numbers: int | str | None) -> set[int]:
     """Return the first of the ranks that is given, as a set."""
     for number in numbers:
         if number is not None:
@@ -347,7 +356,7 @@ def exits(log: Log) -> list[Episode]:
             episode = Episode(
                 log, place, last, line.body.strip(), status=_status(match.groupdict())
             )
-            episode.ranks = _ranks(match.groupdict().get("rank"), line.rank)
+            episode.ranks = ranks_of(match.groupdict().get("rank"), line.rank)
             found.append(episode)
             break
     named = {one.status: one for one in found if ROOT_CAUSE in one.message}

@@ -12,7 +12,7 @@ from common.utils.processes import how_ended
 from common.utils.typed_json import calm
 from lab.explain.diagnosis import diagnose, filled, flags_of
 from lab.explain.episodes import Episode
-from lab.explain.streams import Log, read_log
+from lab.explain.streams import Log, read_logs
 
 NOTHING_FOUND = 3
 _SHOWN = 300  # characters of a line
@@ -30,7 +30,7 @@ def main_explain(args: argparse.Namespace) -> int:
 
     Raises UserError if a log cannot be read.
     """
-    logs = [read_log(source) for source in args.logs]
+    logs = read_logs(args.logs)
     found = diagnose(logs)
     flags = flags_of(logs)
     if args.json:
@@ -105,7 +105,7 @@ def _nothing_found(logs: Sequence[Log]) -> str:
 def _headline(one: Episode) -> str:
     """Return who failed and how, in one line."""
     who = ranks_text(sorted(one.ranks)) if one.ranks else one.line.stream
-    if one.role == "reaction" and one.explanation:
+    if one.certainty == "possible" and one.explanation:  # where the ranks stood
         return f"only consequences are here: {_shortened(one.explanation)}"
     if one.status:
         return f"{who or 'a process'} {how_ended(one.status)}"

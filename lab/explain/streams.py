@@ -1,16 +1,19 @@
 """Read logs, and tell whose each line is: a rank's, a launcher's, a pod's.
 
-``read_log`` reads a file as a ``Log``. Its ``line`` splits a line into the label that launchers put
-before it and the body. Lines that differ in digits alone have one shape, so a long log is cheap:
-``telling`` has the first place of each shape that may say something about a failure, ``raising``
-the places that an exception's text may begin at.
+``read_logs`` reads each file as a ``Log``. Its ``line`` splits a line into the label that launchers
+put before it and the body. Lines that differ in digits alone have one shape, so a long log is
+cheap: ``telling`` has the first place of each shape that may say something about a failure,
+``raising`` the places that an exception's text may begin at.
 """
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import itemgetter
+from pathlib import Path
 
 from common.errors import UserError, file_errors
 from common.utils.typed_json import without_colours
@@ -22,19 +25,24 @@ _MOST_RAISING = 2000  # places of exceptions, at the begin and at the end
 _MOST_SHAPES = 40  # of lines that a run repeats, and of the lines of one of them
 _MOST_LAST = 500  # lines to look for the last words of a run
 _MOST_WORDS = 2
+_SUFFIXES = ("", ".log", ".txt", ".out", ".err")  # of the logs in a folder
 _NEAR = 200  # lines, to look for a time
 _DIGITS = b"0123456789"
-# Words of lines that may say something about a failure, in lower case and without digits.
-_TELLING = re.compile(
+# What lines say that may tell of a failure, in lower case and without digits
+_TELLING_PHRASES = (
     rb"error|exception|traceback|fail|fatal|kill|signal|abort|terminat|segmentation|core dumped"
-    rb"|denied|not found|no such|cannot|can't|unable|refused|time limit|timed out|timeout"
-    rb"|exit ?code|exited|exit status|return code|out of memory|oom|warn|cancelled|usage: |quota"
-    rb"|evicted|not enough|verification|\.py\", line |keyboardinterrupt|interrupted|what\(\)"
-    rb"|setting omp_num|deprecated|waiting in store|was not called|perform barrier|strides do not"
-    rb"|insufficient|bus error|illegal|no module named|back-?off|imagepull|as root"
-    rb"|loss is|step creation|nvrm|not recognized|duplicate gpu"
-    rb"|nccl\w{0,20}(?: warn|error|usage)|key\(s\)"
+    rb"|denied|not found|no such|cannot|can't|could not|unable|refused|time limit|timed out|timeout"
+    rb"|exit code|exitcode|exited|exit status|return code|out of memory|oom|warn|cancelled|usage: "
+    rb"|quota|evicted|low on|not enough|verification|\.py\", line |keyboardinterrupt|interrupted"
+    rb"|what\(\)|setting omp_num|deprecated|waiting in store|was not called|perform barrier"
+    rb"|strides do not|insufficient|bus error|illegal|no module named|back-off|backoff|imagepull"
+    rb"|as root|is nan\b|is -inf\b|is inf\b|step creation|nvrm|not recognized|duplicate gpu"
+    rb"|key\(s\)|nccl warn|invalidusage|build stopped|global rank|==> "
 )
+_TELLING = re.compile(_TELLING_PHRASES)
+# Each word of a log is searched once: the longest ones of the phrases.
+_LONGEST_WORDS = [max(phrase.split(), key=len) for phrase in _TELLING_PHRASES.split(b"|")]
+_TELLING_WORD = re.compile(b"|".join([*_LONGEST_WORDS, rb"line|\.py:|group"]))
 # The first line of a traceback, a frame, or an exception
 _RAISING = re.compile(
     rb"Traceback \(most|, line |\.py:|(?:Error|Exception|Interrupt|Group)(?:$|[:(])"
@@ -51,21 +59,32 @@ _PART = re.compile(
     |\ {0,4}(?P<step>\d{1,6}):(?:\ |$)
     |(?P<name>\[pod/[^\]\s]{1,200}\]\ ?
         |[\w.-]{1,80}\ {1,40}\|(?:\ |$)
-        |\(\w[\w.]{0,60}\ pid=\d{1,9}[^)]{0,80}\)\ ?
+        |\(\w[\w.]{0,60}(?:\ pid=\d|,\ ip=)[^)]{0,80}\)\ ?
         |(?:(?:node|worker|host|rank|gpu|task|compute|algo)[-_ ]?\d[\w.-]{0,60}
             |\d{1,3}(?:\.\d{1,3}){3})(?::(?:\ |$)|\|\ ))
     )""",
     re.VERBOSE,
 )
-_NUMBERED = ("task", "local", "step")
+# How a rank is told, the surest way last
+_RANKED = ("section", "step", "local", "task", "named", "rank")
 _LEARNT = re.compile(r"([\w.@/-]{1,80}[:|>] ?)Traceback \(most recent call last\)")
-_RANK_OF_FILE = re.compile(r"(?:rank|task)[-_.]?(\d{1,6})|[/\\](\d{1,6})[/\\]std\w{3}\.log")
+# A rank that a line of NCCL or Slurm names
+_NAMED_RANK = re.compile(
+    r"(?:.{0,120}?\[(?:PG [^\]]{0,80} )?[Rr]ank[: ]{1,2}|srun: error: \S{1,80}: task )"
+    r"(\d{1,6})[\]:]"
+)
+# Headers before the lines of a process: Composer's, and those of tail
+_SECTION = re.compile(r"-{5,}(?:Begin|End) global rank \d{1,6} STD|==> .* <==$")
+_RANK_OF_FILE = re.compile(
+    r"(?:(?<!End global )rank|task)[-_. ]?(\d{1,6})|[/\\](\d{1,6})[/\\]std\w{3}\.log"
+)
 _CLOCK = re.compile(r"(\d\d)[-/]?(\d\d)[T _](\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?")
 _NUMBER = re.compile(r"\d{1,15}(?:\.\d{1,15})?")
 _OF_RANK = re.compile(r"(?i)rank[ _:=]?(\d{1,6})")
 # What a program says: words at the line's begin, or a progress bar
 _SAID = re.compile(
-    r"(?!\[?[DIWEF]\d{3,4} |\*\*\*|Traceback|\w+(?:\.\w+)*(?:Error|Exception): |During |The above )"
+    r"(?!\[?[DIWEF]\d{3,4} |\*\*\*|.{0,80} NCCL (?:INFO|WARN) |Traceback|During |The above "
+    r"|\w+(?:\.\w+)*(?:Error|Exception): )"
     r"[A-Za-z\[(].{0,40}?[A-Za-z]{2}|\s{0,4}\d{1,3}%\|"
 )
 
@@ -108,7 +127,8 @@ class Log:
             self._places[shape].append(place)
         self.telling_shapes: list[list[int]] = []
         self.raising: list[int] = []
-        for shape, places in self._places.items():
+        for shape in _with_telling_words(self._places):
+            places = self._places[shape]
             if _RAISING.search(shape):
                 self.raising += places
             if len(self.telling_shapes) < _MOST_TELLING and _TELLING.search(shape.lower()):
@@ -116,8 +136,11 @@ class Log:
         self.raising.sort()
         del self.raising[_MOST_RAISING:-_MOST_RAISING]
         self.telling = [places[0] for places in self.telling_shapes]
-        rank = _RANK_OF_FILE.search(name)
-        self._rank = int(rank[1] or rank[2]) if rank else None
+        self._sections = [(0, _rank_of_file(name))]
+        for places in self.telling_shapes:
+            if _SECTION.match(self.text(places[0])):
+                self._sections += [(place, _rank_of_file(self.text(place))) for place in places]
+        self._sections.sort(key=itemgetter(0))
         self.line = lru_cache(maxsize=50_000)(self._line)
         headers = map(_LEARNT.match, map(self.text, self.telling))
         self._learnt = {header[1] for header in headers if header}
@@ -132,20 +155,23 @@ class Log:
         """Return a line, split into the labels of launchers and the rest."""
         text = body = self.text(place)
         labels = []
-        rank = None
+        section = bisect_right(self._sections, place, key=itemgetter(0)) - 1
+        ranks = {"section": self._sections[section][1]}
         while match := _PART.match(body):
             kind = match.lastgroup or ""
             body = body[match.end() :]
             if kind != "skip":
                 labels.append(match[0].strip(" :|"))
-            if kind == "rank" or (kind in _NUMBERED and rank is None):
-                rank = int(match[kind])
+            if kind in _RANKED:
+                ranks[kind] = int(match[kind])
         for label in self._learnt:
             if body.startswith(label):
                 labels.append(label.strip(" :|>"))
                 body = body.removeprefix(label)
-        known = self._rank if rank is None else rank
-        return LogLine(place + 1, text, " ".join(labels), known, body)
+        if named := _NAMED_RANK.match(body):
+            ranks["named"] = int(named[1])
+        surest = max(ranks, key=_RANKED.index)
+        return LogLine(place + 1, text, " ".join(labels), ranks[surest], body)
 
     def stream_from(self, place: int, most: int) -> Iterator[tuple[int, LogLine]]:
         """Yield the line at ``place`` and the following ones of its stream, of ``most`` lines."""
@@ -218,6 +244,24 @@ class Log:
         return found
 
 
+def _rank_of_file(name: str) -> int | None:
+    """Return the rank that a file's name, or the header of a section, tells; None without."""
+    rank = _RANK_OF_FILE.search(name)
+    return int(rank[1] or rank[2]) if rank else None
+
+
+def _with_telling_words(shapes: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the shapes with a word that may tell of a failure; each word is looked up once."""
+    seen: set[bytes] = set()
+    telling: set[bytes] = set()
+    for shape in shapes:
+        words = set(shape.lower().split())
+        telling.update(filter(_TELLING_WORD.search, words - seen))
+        seen |= words
+        if not telling.isdisjoint(words):
+            yield shape
+
+
 def _grows(lines: Sequence[LogLine], begin: int, place: int) -> bool:
     """Return whether lines begin before one place and end after another with larger numbers."""
     first = lines[0]
@@ -231,11 +275,19 @@ def _numbers(line: LogLine) -> list[float]:
     return [float(number) for number in _NUMBER.findall(line.body)]
 
 
-def read_log(source: str) -> Log:
-    """Return a file's lines, or those of standard input for "-".
+def read_logs(sources: Sequence[str]) -> list[Log]:
+    """Return the lines of files, of the logs in folders, or of standard input for "-".
 
-    Raises UserError if the file cannot be read, or has more than ``_MOST_BYTES``.
+    Raises UserError if a file cannot be read, or has more than ``_MOST_BYTES``.
     """
+    logs = []
+    for source in sources:
+        inside = sorted(path for path in Path(source).rglob("*") if path.suffix in _SUFFIXES)
+        logs += [_read_log(str(path)) for path in inside if path.is_file()] or [_read_log(source)]
+    return logs
+
+
+def _read_log(source: str) -> Log:
     is_input = source == "-"
     opened = 0 if is_input else source
     with (

@@ -194,7 +194,8 @@ def main_predict(args: argparse.Namespace) -> int:
     if args.fit is not None:
         fitted = _fit(scenarios[0], args)
         scenarios = [scenario.with_beliefs(fitted.beliefs) for scenario in scenarios]
-    plans = message_plans(_wanted_strategies(args.sync), _options(args))
+    options = _options(args) | scenarios[0].plan_options
+    plans = message_plans(_wanted_strategies(args.sync), options)
     given = [] if args.latency is None else ["latency"]
     summaries = [
         summarize(scenario, is_reference=is_reference, given=given) for scenario in scenarios

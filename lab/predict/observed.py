@@ -294,6 +294,7 @@ def _cell(step: ObservedStep, asked: Scenario, options: Mapping[str, Any]) -> Me
             f"{count(ranks, 'rank')} compute for {duration_text(alone)} at a global batch of "
             f"{step.global_batch:,}: check --step-time, --batch, and the row"
         )
+    options = {**options, **scenario.plan_options}
     plan = message_plans([step.strategy], options)[step.strategy]
     return MeasuredStep(scenario, plan, step.nodes, step.step_seconds)
 

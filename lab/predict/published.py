@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.sync.plans.base import MessagePlan
 from lab.predict.calibration_file import Calibration, load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
 from lab.predict.common_models import TENSORS, evenly, model_called
@@ -124,17 +123,13 @@ class PublishedStep:
             step_samples=step_samples,
             node_step_seconds=node_step,
         )
-        return MeasuredStep(scenario, _plan(self.strategy), self.nodes, self.measured_step_s)
+        plan = message_plans([self.strategy], scenario.plan_options)[self.strategy]
+        return MeasuredStep(scenario, plan, self.nodes, self.measured_step_s)
 
 
 @cache
 def _reference() -> Calibration:
     return load_calibration(reference_path())
-
-
-@cache
-def _plan(strategy: str) -> MessagePlan:
-    return message_plans([strategy])[strategy]
 
 
 def published_path() -> Path:

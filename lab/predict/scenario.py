@@ -154,6 +154,11 @@ class Scenario:
         return self.accumulation_steps * math.ceil(min(least, self.step_samples or least))
 
     @property
+    def plan_options(self) -> dict[str, Any]:
+        """What the software decides of what strategies send: NCCL fetches weights ahead."""
+        return {"fetches_ahead": self.cluster is not None and self.cluster.backend == "nccl"}
+
+    @property
     def own_machines(self) -> bool:
         """Whether each node is a machine of its own, with the links of this scenario."""
         if self.cluster is not None:

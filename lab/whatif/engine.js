@@ -554,6 +554,12 @@ const Engine = (() => {
     return (1e-3 * state.step_ms * loss * batchShare) / profiled.alone;
   };
 
+  /** Return what a state decides of what strategies send; NCCL fetches weights ahead. */
+  const planOptions = (state) => {
+    const byNccl = state.costs === "typical" && state.backend === "nccl";
+    return [state.ranks_per_node, state.bucket_mb, byNccl];
+  };
+
   // A strategy's messages beside computing ----------------------------------------------------------
 
   /**
@@ -569,7 +575,7 @@ const Engine = (() => {
     const ranks = nodes * state.ranks_per_node;
     let operations = [];
     if (ranks > 1) {
-      operations = Plans.operations(plan, gradients, ranks, state.ranks_per_node, state.bucket_mb);
+      operations = Plans.operations(plan, gradients, ranks, ...planOptions(state));
     }
     const lines = new Map(); // many gradients have the same size
     const backward = [];
@@ -829,7 +835,7 @@ const Engine = (() => {
     for (let index = 0; index <= last; index += 1) {
       sampled.add(1 + Math.floor(((ranks - 2) * index) / last));
     }
-    const sent = Plans.sender(plan, gradients, ranks, state.ranks_per_node, state.bucket_mb);
+    const sent = Plans.sender(plan, gradients, ranks, ...planOptions(state));
     const others = [...sampled].reduce((sum, rank) => sum + sent(rank), 0);
     return { root: sent(0) / plan.period, others: others / sampled.size / plan.period };
   };

@@ -201,6 +201,8 @@ const Plans = (() => {
     "entries of 2 bytes": (piece) => piece.itemsize === 2,
     "other entries": (piece) => piece.itemsize !== 2,
     find_unused_parameters: (piece, step) => step.options.find_unused_parameters,
+    "layer by layer": (piece, step) => step.ranks > 1 && !step.options.fetches_ahead,
+    "fetched ahead": (piece, step) => step.ranks > 1 && step.options.fetches_ahead,
   };
 
   // ---- rounds of point-to-point messages: common/sync/plans/patterns.py ----
@@ -317,8 +319,14 @@ const Plans = (() => {
     return found;
   }
 
+  /** Return the bytes of gradients that backward has computed when a line may leave. */
+  const readyFor = (line, pieces, index) =>
+    line.ahead ? (pieces[index - 2]?.ready ?? 0) : pieces[index].ready;
+
   /** Return the operation of a line for a piece; null if there is none. */
-  function operationOf(line, piece, step) {
+  function operationOf(line, pieces, index, step) {
+    const piece = pieces[index];
+    if (!piece) return null;
     if (line.only_if && !CONDITIONS[line.only_if](piece, step)) return null;
     const count = amount(line.count, piece, step);
     if (count === 0) return null;
@@ -328,7 +336,7 @@ const Plans = (() => {
       count,
       summed: amount(line.summed, piece, step),
       copied: amount(line.copied, piece, step),
-      ready: line.when === "in backward" ? piece.ready : null,
+      ready: line.when === "in backward" ? readyFor(line, pieces, index) : null,
       needed: line.when === "in forward" ? piece.needed : null,
       among: line.among,
       partner: null,
@@ -342,17 +350,14 @@ const Plans = (() => {
     if (group.pattern) return pieces.flatMap((piece) => roundsOf(group.pattern, piece, step.ranks));
     const turns = levels(pieces.length + 1);
     const found = turns.flatMap((turn) =>
-      group.lines.map((line) => {
-        const piece = pieces[line.ahead ? turn : turn - 1];
-        return piece ? operationOf(line, piece, step) : null;
-      }),
+      group.lines.map((line) => operationOf(line, pieces, line.ahead ? turn : turn - 1, step)),
     );
     return found.filter((operation) => operation !== null);
   }
 
   /** Return the step of a plan with the reader's options in place of its own. */
-  function stepOf(plan, gradients, ranks, ranksPerNode, bucketMb) {
-    const options = { ...plan.options };
+  function stepOf(plan, gradients, ranks, ranksPerNode, bucketMb, fetchesAhead = false) {
+    const options = { ...plan.options, fetches_ahead: fetchesAhead };
     if ("ranks_per_node" in options) options.ranks_per_node = ranksPerNode;
     if ("bucket_mb" in options) options.bucket_mb = bucketMb ?? options.bucket_mb;
     return { gradients, ranks, options };
@@ -366,10 +371,11 @@ const Plans = (() => {
    * @param {number} ranks
    * @param {number} ranksPerNode for plans that depend on it
    * @param {?number} bucketMb MiB, for plans with buckets; null: the plan's own
+   * @param {boolean} fetchesAhead whether the software is NCCL
    * @returns {Operation[]}
    */
-  function operations(plan, gradients, ranks, ranksPerNode, bucketMb) {
-    const step = stepOf(plan, gradients, ranks, ranksPerNode, bucketMb);
+  function operations(plan, gradients, ranks, ranksPerNode, bucketMb, fetchesAhead) {
+    const step = stepOf(plan, gradients, ranks, ranksPerNode, bucketMb, fetchesAhead);
     return plan.groups.flatMap((group) => groupOperations(group, step));
   }
 
@@ -415,8 +421,8 @@ const Plans = (() => {
    *
    * @returns {function(number): number} of the rank
    */
-  function sender(plan, gradients, ranks, ranksPerNode, bucketMb) {
-    const step = stepOf(plan, gradients, ranks, ranksPerNode, bucketMb);
+  function sender(plan, gradients, ranks, ranksPerNode, bucketMb, fetchesAhead) {
+    const step = stepOf(plan, gradients, ranks, ranksPerNode, bucketMb, fetchesAhead);
     const rounds = plan.groups
       .filter((group) => group.pattern)
       .flatMap((group) => piecesOf(group.each, step).map((piece) => [group.pattern, piece]));

@@ -19,7 +19,7 @@ import pytest
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from lab.cluster import Cluster
 from lab.explain.diagnosis import diagnose
-from lab.explain.streams import read_log
+from lab.explain.streams import read_logs
 from tests.helpers import ROOT, make_image_folder, slurm_cluster, wait_until
 from tests.helpers.cluster import with_word
 from tests.helpers.records import json_lines
@@ -283,7 +283,7 @@ def test_a_killed_rank_ends_the_job_with_its_status(jobs, tmp_path):
     )
     assert told in jobs.slurm.output(job).splitlines()
     for log in logs.glob("*.log"):
-        assert [one.status for one in diagnose([read_log(str(log))])] == [-9], log.read_text()
+        assert [one.status for one in diagnose(read_logs([str(log)]))] == [-9], log.read_text()
 
 
 @pytest.mark.usefixtures("on_four_nodes")

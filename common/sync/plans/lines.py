@@ -10,6 +10,7 @@
 page. pieces.py has the pieces, the numbers and the conditions. Imports no torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -82,7 +83,8 @@ class PlanLine:
     kind : of ``COLLECTIVES``; a pattern has the rounds of point-to-point messages.
     count : with 0 there is no operation.
     only_if : a name of ``CONDITIONS`` in pieces.py; None: always.
-    ahead : it comes one piece early: before the lines of the piece that precedes its own.
+    ahead : it comes one piece early: before the lines of the piece that precedes its own. In
+        backward it leaves as soon as the piece before that is complete.
     """
 
     kind: str
@@ -108,24 +110,31 @@ class PlanLine:
     def operations(self, each: Each, step: SentStep) -> list[Operation | None]:
         """Return the operation of each piece; None where there is none."""
         found: list[Operation | None] = []
+        pieces = step.pieces(each)
         rows = zip(
-            step.pieces(each),
+            pieces,
             self.nbytes.of_each(each, step),
             self.count.of_each(each, step),
             self.summed.of_each(each, step),
             self.copied.of_each(each, step),
             strict=True,
         )
-        for piece, nbytes, count, summed, copied in rows:
+        for index, (piece, nbytes, count, summed, copied) in enumerate(rows):
             if count == 0 or not self.applies(piece, step):
                 found.append(None)
                 continue
-            ready = piece.ready_bytes if self.when == "in backward" else None
+            ready = self._ready(pieces, index) if self.when == "in backward" else None
             needed = piece.needed_bytes if self.when == "in forward" else None
             found.append(
                 Operation(self.kind, nbytes, count, summed, copied, ready, needed, self.among)
             )
         return found
+
+    def _ready(self, pieces: Sequence[Piece], index: int) -> int:
+        """Return the bytes of gradients that backward has computed when the line may leave."""
+        if not self.ahead:
+            return pieces[index].ready_bytes
+        return pieces[index - 2].ready_bytes if index >= 2 else 0
 
     def applies(self, piece: Piece, step: SentStep) -> bool:
         """Return whether its condition holds."""

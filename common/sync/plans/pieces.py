@@ -200,5 +200,7 @@ CONDITIONS: dict[str, Callable[[Piece, SentStep], bool]] = {
     "entries of 2 bytes": lambda piece, step: piece.itemsize == 2,
     "other entries": lambda piece, step: piece.itemsize != 2,
     "find_unused_parameters": lambda piece, step: step.options["find_unused_parameters"],
+    "layer by layer": lambda piece, step: step.ranks > 1 and not step.options["fetches_ahead"],
+    "fetched ahead": lambda piece, step: step.ranks > 1 and step.options["fetches_ahead"],
 }
 """What a line may depend on; lab/whatif/plans.js knows the same."""

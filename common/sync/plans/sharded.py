@@ -84,8 +84,11 @@ class ShardedPlan(MessagePlan):
         }
 
 
-_GATHER_LAYER = PlanLine("all_gather", ROWS, copied=RANKS * ROWS, only_if="several ranks")
-_REDUCE_LAYER = PlanLine("all_reduce", RANKS * ROWS, copied=RANKS * ROWS, only_if="several ranks")
+_GATHER_LAYER = PlanLine("all_gather", ROWS, copied=RANKS * ROWS, only_if="layer by layer")
+_REDUCE_LAYER = PlanLine("all_reduce", RANKS * ROWS, copied=RANKS * ROWS, only_if="layer by layer")
+_FETCH = PlanLine("all_gather", PART, when="in forward", only_if="fetched ahead")
+_FETCH_AGAIN = replace(_FETCH, when="in backward", ahead=True)
+_REDUCE = PlanLine("reduce_scatter", RANKS * PART, when="in backward", only_if="fetched ahead")
 
 
 @dataclass(kw_only=True)
@@ -94,19 +97,23 @@ class FSDPPlan(MessagePlan):
 
     Backward gathers a layer's weights before it reduces the last one.
 
-    Each parameter is padded to N equal parts of whole rows. The plan counts Gloo's messages: a
-    reduce_scatter is an all_reduce there, and nothing overlaps with computing, so that it costs as
-    much as if everything was sent after backward. On NCCL a reduce_scatter sends half.
+    Each parameter is padded to N equal parts of whole rows. With Gloo a reduce_scatter is an
+    all_reduce, and nothing overlaps with computing, so that it costs as much as if everything was
+    sent after backward.
 
     accumulation_steps : micro-batches of a step. Each one gathers, the last one reduces.
+    fetches_ahead : as with NCCL: weights are gathered beside computing, one unit ahead, and
+        gradients are reduced as soon as a unit has them. A unit is a block of a model, here
+        bytes as in DDP's buckets.
     """
 
     accumulation_steps: int = 1
+    fetches_ahead: bool = False
     shards_update = True
     leave = "leave between the layers of both passes"
     caveat = (
-        "counts Gloo's messages, none beside computing; NCCL sends up to a quarter less, and "
-        "fetches layers ahead"
+        "with Gloo each layer waits for its messages; with NCCL units of 25 MiB are fetched one "
+        "ahead, beside computing"
     )
 
     messages = (
@@ -114,6 +121,11 @@ class FSDPPlan(MessagePlan):
         for_each("layer", replace(_GATHER_LAYER, count=2 * EARLIER_MICRO_BATCHES))
         + for_each("layer", _GATHER_LAYER)
         + for_each("layer", replace(_GATHER_LAYER, ahead=True), _REDUCE_LAYER, reverse=True)
+        + for_each(
+            "bucket", replace(_FETCH, when="after backward", count=2 * EARLIER_MICRO_BATCHES)
+        )
+        + for_each("bucket", _FETCH_AGAIN, _REDUCE)
+        + for_each("bucket", _FETCH, reverse=True)
     )
 
     def memory(self, case: MemoryCase) -> Memory:

@@ -13,7 +13,7 @@ import pytest
 
 from lab.cli import main
 from lab.explain.diagnosis import diagnose
-from lab.explain.streams import read_log
+from lab.explain.streams import read_logs
 from tests.helpers import LONG, ROOT, wait_until
 from tests.helpers.cluster import held_networks, needs_namespaces, networks, with_word
 
@@ -304,7 +304,7 @@ def test_a_running_cluster_is_reached_from_another_terminal(lab, capsys):
     assert "error: node 1 was killed by SIGKILL" in output
     killed = "lab cluster: node 1 was killed by SIGKILL"
     assert {*lab.log(1)[-2:]} == {"lab cluster fault: node 1: processes killed", killed}
-    (first, *_) = diagnose([read_log(str(lab.folder / "node1.log"))])
+    (first, *_) = diagnose(read_logs([str(lab.folder / "node1.log")]))
     assert (first.status, first.line.text) == (-signal.SIGKILL, killed)
 
 

@@ -13,7 +13,7 @@ from lab.cli import main
 from lab.explain.diagnosis import FLAGS, KINDS, diagnose, known_errors
 from lab.explain.episodes import OWN
 from lab.explain.output import NOTHING_FOUND
-from lab.explain.streams import Log, read_log
+from lab.explain.streams import Log, read_logs
 from tests.helpers import ROOT
 
 LOGS = sorted(Path(__file__).with_name("logs").glob("*.txt"))
@@ -425,7 +425,7 @@ def test_standard_input_an_empty_log_and_a_missing_one(tmp_path, capsys):
 
 def test_a_files_name_gives_the_rank_and_stands_before_the_line(tmp_path):
     (tmp_path / "rank3.log").write_text("KeyError: 'lr'\n")
-    (first,) = diagnose([read_log(str(tmp_path / "rank3.log"))])
+    (first,) = diagnose(read_logs([str(tmp_path / "rank3.log")]))
     assert first.ranks == {3}
 
 

@@ -111,7 +111,7 @@ def test_what_a_prediction_leaves_out_is_said_once(capsys):
     rows = table([1, 2], ["ring", "fsdp"])
     with_caveat = [key for key, row in rows.items() if row.caveat]
     assert with_caveat == [("fsdp", 2)]
-    assert "a quarter less" in rows["fsdp", 2].caveat
+    assert "fetched one ahead" in rows["fsdp", 2].caveat
 
 
 def test_ranks_of_one_machine_share_its_cores_and_calibrated_nodes_do_not():
