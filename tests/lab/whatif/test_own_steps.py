@@ -2,6 +2,7 @@
 
 import copy
 import json
+from statistics import fmean
 
 import msgspec
 import pytest
