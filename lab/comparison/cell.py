@@ -177,8 +177,7 @@ def _known_values(measured: Sequence[Mapping[str, float | None]]) -> dict[str, l
     """Return by name what the repeats measured, without what is unknown."""
     columns = {}
     for name in measured[0]:
-        values = [means[name] for means in measured]
-        columns[name] = [value for value in values if value is not None]
+        columns[name] = [value for means in measured if (value := means[name]) is not None]
     return columns
 
 
@@ -196,8 +195,7 @@ def _means_over_ranks(ranks: Sequence[RankRow]) -> dict[str, float | None]:
     """
     means: dict[str, float | None] = asdict(mean_seconds(ranks))  # by the fields of ``Medians``
     means["peak_memory_bytes"] = statistics.fmean(rank.peak_memory_bytes for rank in ranks)
-    means["root_bytes_sent"] = None
-    means["others_bytes_sent"] = None
+    means |= dict.fromkeys(("root_bytes_sent", "others_bytes_sent"))
     counted = [rank.bytes_sent for rank in ranks if rank.bytes_sent is not None]
     if len(counted) == len(ranks):
         root, *others = counted

@@ -243,8 +243,13 @@ def missing(gap: Gap) -> list[str]:
 
 
 def reasons(rows: Rows) -> list[str]:
-    """Say what makes the slowest take longer than the fastest, the greatest step first."""
+    """Say what makes the slowest take longer than the fastest, the greatest step first.
+
+    Of a single one, what its messages do.
+    """
     steps = decomposition(rows)
+    if not steps:
+        return [f"The messages {messages(steady(rows)[0])}."]
     if len(steps) == 1:
         return [why(steps[0])]
     whole = Gap(faster=steps[-1].faster, slower=steps[0].slower)
