@@ -49,10 +49,12 @@ from lab.audit.records import (
 Fact = tuple[type[AnyRecord], Callable[[RankRecords], str | float]]
 Kind = TypeVar("Kind", bound=AnyRecord)
 _SOON = 8  # steps
+_FIRST = 16  # of equally many steps the changes are alike, of a longer run they are smaller
 _TIMES = 1.5  # at most between numbers of equal programs with other random numbers
 _THROUGH = {"ddp": "DDP", "bypass": "the model past its DDP", "module": "the model without DDP"}
 # Settings of an optimiser that change how it computes or what its schedule does, not its rule.
 _NO_RULE = re.compile("foreach|fused|capturable|differentiable|eps|(initial|max|min|base)_.*")
+_VARIOUS = "various"
 _DRAWN = {True: "new", False: "no"}
 _IN_BRACKETS = re.compile(r" \([^)]*\)")
 
@@ -74,7 +76,7 @@ class Difference(msgspec.Struct):
     def __str__(self) -> str:
         here = ", at ".join(filter(None, [self.here, self.here_at]))
         there = ", at ".join(filter(None, [self.there, self.there_at]))
-        return f"{self.what}:\nhere  {here}\nthere {there}"
+        return f"{self.what}, on {count(self.ranks, 'rank')}:\nhere  {here}\nthere {there}"
 
 
 class Likeness(msgspec.Struct):
@@ -164,6 +166,8 @@ def _differences(mine: Recording, theirs: Recording) -> Iterator[Difference]:
 def _differ(here: str | float, there: str | float) -> bool:
     if isinstance(here, float) and isinstance(there, float):
         return max(here, there) > _TIMES * min(here, there)
+    if _VARIOUS in (here, there):
+        return False
     return _IN_BRACKETS.sub("", str(here)) != _IN_BRACKETS.sub("", str(there))
 
 
@@ -192,10 +196,10 @@ def _kinds(texts: Iterable[str]) -> str:
 
 
 def _usual(texts: Sequence[str]) -> str:
-    """Return the text of at least half of the cases, else "various"."""
+    """Return the text of at least half of the cases, else what is not compared."""
     usual = mode(texts or ["none"])
     if 2 * texts.count(usual) < len(texts):
-        return "various"
+        return _VARIOUS
     return usual
 
 
@@ -307,9 +311,9 @@ def _changes_of_rates(rank: RankRecords) -> str:
 
 
 def _update_size(rank: RankRecords) -> float:
-    """Return by how much of their norm a step changes the weights, as a median."""
+    """Return by how much of their norm the first steps change the weights, as a median."""
     shares = []
-    for before, after in pairwise(rank.of(Weights)):
+    for before, after in pairwise(rank.of(Weights)[: _FIRST + 1]):
         weights = rank.numbers(before.values)
         updated = rank.numbers(after.values)
         same = after.optimizer_number == before.optimizer_number
@@ -396,7 +400,6 @@ FACTS: Mapping[str, Fact] = {
     "random numbers of the model in training": _of_each(RandomForward, lambda _: "new", _kinds),
     "rows of the model in a step": _of_steps(_passes),
     "losses of a step": _of_steps(_loss),
-    "times that DDP is built": _of_each(DdpBuilt, str, _times),
     "clipping in a step": _of_each(Step, _clips),
     "optimiser": _of_each(Step, _rule),
     "learning rate": (Step, _first_rates),
@@ -408,6 +411,7 @@ FACTS: Mapping[str, Fact] = {
 """By what they are about."""
 
 FACTS_OF_ENDED: Mapping[str, Fact] = {
+    "times that DDP is built": _of_each(DdpBuilt, str, _times),
     "evaluation": _of_each(Evaluation, _evaluation, _kinds),
     "content of files": _of_each(Saved, lambda saved: listed(saved.holds), _kinds),
     "changes of the learning rate": (Step, _changes_of_rates),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab.audit.cases import FOLDER, STARTER_CODE
+from lab.audit.like import kept_recordings
 from tests.helpers.audited import BY_FLAGS, CASES
 
 
@@ -160,3 +161,26 @@ def test_the_scripts_own_line_and_the_known_error_are_in_the_json(tmp_path, audi
     assert told["reason"] in error
     assert "\x1b" not in error + content["failure"]
     assert "[1m" not in error + content["failure"]
+
+
+@pytest.mark.slow
+def test_a_right_script_to_compare_with_runs_in_place_of_the_audited_one(tmp_path, audit):
+    """What differs is told, and changes no status; the records can be compared with again."""
+    right = FOLDER / "right_ddp.py"
+    shutil.copy(STARTER_CODE, tmp_path)
+    (tmp_path / "train.py").write_text(right.read_text().replace("lr=0.05", "lr=0.5"))
+    words = ["train.py" if word == "{script}" else word for word in BY_FLAGS.split()]
+    files = ("--json", "a.json", "--html", "a.html", "--keep", "kept")
+    status, out, _ = audit("--ranks", 2, "--like", right, *files, "--", *words)
+    assert (status, f"Compared with {right} on 2 ranks:" in " ".join(out.split())) == (0, True), out
+    likeness = json.loads((tmp_path / "a.json").read_text())["likeness"]
+    found = {one["what"]: one for one in likeness["differences"]}
+    rates = found["learning rate"]
+    assert (rates["here"], rates["there"]) == ("0.5", "0.05")
+    assert "train.py:" in rates["here_at"]
+    assert "right_ddp.py:" in rates["there_at"]
+    assert found.keys() <= {"learning rate", "change of the weights in a step"}
+    assert (
+        "learning rate, on 2 ranks:\nhere  0.5, at train.py:" in (tmp_path / "a.html").read_text()
+    )
+    assert [run.size for run in kept_recordings(tmp_path / "kept/like")] == [2]

@@ -77,6 +77,19 @@ def test_other_numbers_of_ranks_are_not_compared():
     assert "nothing was compared" in likeness.shown[0]
 
 
+def test_what_varies_from_step_to_step_is_not_compared():
+    lengths = [("backward", "arriving", lambda _, backward: 1.0 + backward["step"])]
+    assert not differences(train(size=2, changes=lengths), train(size=2))
+
+
+def test_what_the_audit_says_of_the_right_script_is_told():
+    likeness = compare_runs("right.py", [train(size=2)], [train(size=2)], "wrong: a sum")
+    first, second = likeness.shown
+    assert first == "no difference in what was compared"
+    assert "of right.py itself" in second
+    assert "wrong: a sum" in second
+
+
 def test_the_right_script_stands_in_the_audited_command(tmp_path):
     (tmp_path / "right.py").touch()
     right = str(tmp_path / "right.py")
