@@ -129,6 +129,7 @@ class CollectiveCall(LineRecord, tag="call"):
     name: str
     step: int
     content: Literal["gradient", "weights", "other"] | None = None
+    parameter: int | None = None
     op: str | None = None
     size: int | None = None
     group: CallGroup | None = None
@@ -215,6 +216,7 @@ class Loss(msgspec.Struct):
     samples: int | None
     target_hash: int | None
     value: float | None = None
+    counted: float | None = None
 
 
 class Backward(LineRecord, tag="backward"):
@@ -320,6 +322,7 @@ class Step(OptimizerRecord, tag="step"):
     kept: int = 0
     own: Samples | None = None
     got: Samples | None = None
+    unclipped: Samples | None = None
     own_norm: float | None = None
     got_norm: float | None = None
 

@@ -41,7 +41,8 @@ _BY_WORDS = {
     "wrapper": re.compile(
         r"ChildFailedError|Process(?:Raised|Exited)Exception|CalledProcessError|RemoteTraceback"
         r"|Ray(?:Task|Actor)Error|TrainingFailedError|ExceptionGroup"
-        r"|Caught \w+ in (?:DataLoader|pin memory|replica)|multiprocessing[/\\]spawn\.py:join"
+        r"|CheckpointException ranks|Caught \w+ in (?:DataLoader|pin memory|replica)"
+        r"|multiprocessing[/\\]spawn\.py:join"
     ),
     "teardown": re.compile(
         r"Exception ignored |atexit|_run_finalizers|_exit_function|_run_exitfuncs|_python_exit"
@@ -54,6 +55,8 @@ _REACTION = re.compile(
     r"|socketimpl|remote process exit|pair closure|worker \(pid.{0,20}\) (?:exited|is killed)"
     r"|communicator was aborted|heartbeat|RendezvousConnectionError|peer"
 )
+# Packages whose exceptions may tell of another rank; "" is a program without packages
+_COMMUNICATE = ("", "torch", "torch_xla", "deepspeed", "horovod", "ray", "accelerate", "lightning")
 _TIMED_OUT = re.compile(r"(?i)timed? ?out")
 # What a program is told to change, by the launcher at hand
 FLAGS = {
@@ -288,7 +291,7 @@ def _first_of(errors: Sequence[Episode]) -> Episode:
     first = min(errors, key=order)
     first.ranks = first.ranks.union(*(one.ranks for one in errors))
     place = errors.index(first)
-    told = [f"it followed from: {one.said}" for one in errors[:place]]
+    told = [f"it followed from: {one.said}" for one in errors[:place] if one.role != "wrapper"]
     told += [f"it led to: {one.said}" for one in errors[place + 1 :] if one.said != first.said]
     first.explanation = " / ".join(told)
     return first
@@ -303,8 +306,8 @@ def _role(episode: Episode) -> str:
             return role
     if episode.known is not None:
         return _ROLES[episode.known.kind]
-    is_own = episode.raised_by == "the program" or not _REACTION.search(episode.said)
-    return "initiator" if is_own else "reaction"
+    is_own = episode.raised_by == "the program" or episode.package not in _COMMUNICATE
+    return "initiator" if is_own or not _REACTION.search(episode.said) else "reaction"
 
 
 def is_consequence(said: str) -> bool:

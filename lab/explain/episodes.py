@@ -37,7 +37,8 @@ _LONG_MESSAGES = re.compile(
     r"RuntimeError|OutOfMemory|Dist\w+Error|Accelerator|Unpickling|TypeError"
 )
 _CHAINED = re.compile(
-    "The above exception was the direct cause of|During handling of the above exception"
+    r"The above exception was the direct cause of|During handling of the above exception"
+    r"|Original Traceback \("
 )
 # Where a message ends: what the launcher, a logger or another traceback prints.
 _STRUCTURE = re.compile(
@@ -47,13 +48,14 @@ _STRUCTURE = re.compile(
 )
 _HEADING = re.compile(
     r"Exception ignored |Exception in thread |Error in atexit|-- Process (?P<process>\d+) term"
-    r"|(?:.*\b[Rr]ank[ =:](?P<named>\d{1,5})\b)?.*\b(?:ERROR|error|CRITICAL)\b"
+    r"|(?:.*\b[Rr]ank[ =:]{1,9}(?P<named>\d{1,5})\b)?"
+    r".*(?:\b(?:ERROR|error|CRITICAL)\b| \(local_rank:)"
 )
 _LIBRARY = re.compile(
     r"(?i)(?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python\d|\\lib\\|<frozen|<string>"
     r"|^torch[/\\]|[/\\](?:bin|scripts)[/\\](?:torchrun|accelerate|deepspeed|horovodrun)"
 )
-_PACKAGE = re.compile(r"(?:^|(?:site|dist)-packages[/\\])(\w+)")
+_PACKAGE = re.compile(r"(?:^(?![A-Za-z]:)|(?:site|dist)-packages[/\\])(\w+)")
 _WORK = re.compile(r"SeqNum=(\d{1,18}), OpType=(\w{1,40})")  # of NCCL's watchdog
 _LAST_ERROR = re.compile(r"Last error:\s+(\S.*)")  # what NCCL says under its own error
 _OUTER = ("wrapper", "inner", "<module>")
@@ -89,7 +91,8 @@ _EXITS = [
         r".{0,200}\b(?:[Ee]xit [Cc]ode|return code|exit status)\W{1,20}?(?P<code>-?\d+)",
         r".{0,200}\b(?:rank (?P<rank>\d+)|node \d+)\b.{0,80} was killed by "
         r"(?:(?P<name>SIG\w+)|signal (?P<number>\d+))",
-        r".{0,200}died with <Signals\.(?P<name>SIG\w+)",
+        r".{0,200}(?:died with <Signals\.|\*\*\* )(?P<name>SIG\w+)(?:: \d+>| received at )",
+        r"(?:\[\S{1,80}\] )?(?:Caught signal |Signal: [A-Z][\w ]{0,40}\()(?P<number>\d+)\b",
         r"(?:\S{1,200}: line \d+: +|Fatal Python error: )?(?:\d+ )?"
         rf"{_WORD}(?: \(core dumped\)|$| {{5,}})",
     )
@@ -202,14 +205,21 @@ class Episode:
         return None
 
     @property
+    def package(self) -> str:
+        """The package of the innermost frame that is in one, "" without."""
+        for frame in reversed(self.frames):
+            if _LIBRARY.search(frame.file) and (package := _PACKAGE.search(frame.file)):
+                return package[1]
+        return ""
+
+    @property
     def raised_by(self) -> str:
         """Who raised it: "the program", a package, "Python", or "" where no frame tells."""
         if not self.frames:
             return ""
         last = self.frames[-1]
         if _LIBRARY.search(last.file):
-            package = _PACKAGE.search(last.file)
-            return package[1] if package else "Python"
+            return self.package if _PACKAGE.search(last.file) else "Python"
         may_be_compiled = self.type.startswith("torch.") or self.type == "RuntimeError"
         is_own = not may_be_compiled or re.search(r"\b(?:raise|assert)\b", last.source)
         return "the program" if is_own else "compiled code that this line calls"

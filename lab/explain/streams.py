@@ -37,7 +37,7 @@ _TELLING_PHRASES = (
     rb"|what\(\)|setting omp_num|deprecated|waiting in store|was not called|perform barrier"
     rb"|strides do not|insufficient|bus error|illegal|no module named|back-off|backoff|imagepull"
     rb"|as root|is nan\b|is -inf\b|is inf\b|step creation|nvrm|not recognized|duplicate gpu"
-    rb"|key\(s\)|nccl warn|invalidusage|build stopped|global rank|==> "
+    rb"|key\(s\)|nccl warn|invalidusage|build stopped|global rank|==> |fault by|\*\*\* sig"
 )
 _TELLING = re.compile(_TELLING_PHRASES)
 # Each word of a log is searched once: the longest ones of the phrases.

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.say import listed
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, gravest
-from lab.audit.findings.where import POINT_TO_POINT, SETUP, recording_exchanges
+from lab.audit.findings.where import POINT_TO_POINT, SETUP, in_step, recording_exchanges
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import (
     Backward,
@@ -24,6 +24,8 @@ from lab.audit.records import (
     Done,
     Error,
     Group,
+    Parameter,
+    Parameters,
     ProcessEnd,
     Stack,
     Stands,
@@ -70,7 +72,7 @@ def _compare(recording: Recording, *, all_here: bool) -> Iterator[Outcome]:
     """Yield the gravest difference between the ranks' calls, or that they agree."""
     ranks = [_Rank(rank, recording.hung) for rank in recording.ranks]
     states = {rank.state for rank in ranks}
-    outcomes: list[Outcome] = [*_differences(ranks)]
+    outcomes: list[Outcome] = [*_mispaired(ranks), *_differences(ranks)]
     if all_here and "failed" not in states:  # else a death explains it
         outcomes += _in_vain(ranks)
     different = gravest(outcomes)
@@ -89,7 +91,7 @@ class _Rank:
     Attributes
     ----------
     number : the rank.
-    counts_steps : it takes steps, so that its calls tell in which step they were made.
+    steps : those that it takes, if any, so that its calls tell in which step they were made.
     queues : its calls, in order, by ``queue``: those that must match calls of other ranks.
     stands : at which line it stood, in a sentence; "" if that is not known.
     state : "cut", "waits", "failed" (of itself), "ended", "busy" or "gone".
@@ -99,7 +101,11 @@ class _Rank:
 
     def __init__(self, records: RankRecords, hung: bool) -> None:
         self.number = records.rank
-        self.counts_steps = bool(records.of(Step))
+        self.steps = {step.step for step in records.of(Step)}
+        self._parameters: dict[int, Parameter] = {}
+        for parameters in records.of(Parameters):
+            for row in parameters.rows:
+                self._parameters[row.tensor] = row
         calls = [
             record
             for record in takewhile(lambda record: not isinstance(record, Cut), records.records)
@@ -127,6 +133,18 @@ class _Rank:
         if call.group is None:
             return _OF_ALL
         return str(call.group.name), tuple(call.group.ranks)
+
+    def parameter(self, call: CollectiveCall) -> Parameter | None:
+        """Return the first parameter whose gradient a call exchanges, as far as that is known."""
+        return None if call.parameter is None else self._parameters.get(call.parameter)
+
+    def leaves_out(self, parameter: Parameter, queue: Queue, step: int) -> bool:
+        """Return whether it has done a step, and exchanged no gradient of a parameter in it."""
+        for call in in_step(self.queues[queue], step):
+            sent = self.parameter(call)
+            if sent is not None and _is_one(sent, parameter):
+                return False
+        return step in self.steps
 
     def lacks(self, other: "_Rank") -> bool:
         """Return whether the other one takes part in too few calls for this wait to end.
@@ -196,6 +214,40 @@ def _kind(call: CollectiveCall) -> tuple[Any, ...]:
     return (*kind, call.nbytes, call.dtype) if call.name in _EQUAL_SIZES else kind
 
 
+def _is_one(left: Parameter, right: Parameter) -> bool:
+    """Return whether two ranks' rows may be of one parameter."""
+    return left.name == right.name or left.key == right.key or left.tensor == right.tensor
+
+
+def _mispaired(ranks: list[_Rank]) -> Iterator[Finding]:
+    """Yield the first collective of two ranks that meets gradients of different parameters."""
+    for one, other in combinations(ranks, 2):
+        for queue, calls in list(one.queues.items()):
+            pairs = zip(calls, other.queues[queue], strict=False)
+            for number, (left, right) in enumerate(pairs, 1):
+                mine = one.parameter(left)
+                theirs = other.parameter(right)
+                if mine is None or theirs is None or _is_one(mine, theirs):
+                    continue
+                sides = [(one, mine, left), (other, theirs, right)]
+                if one.leaves_out(theirs, queue, left.step):
+                    sides.reverse()  # the one that skips a parameter comes last
+                (sender, sent, _), (skipper, met, call) = sides
+                skips = skipper.leaves_out(sent, queue, call.step)
+                yield found(
+                    "gradients-mispaired",
+                    call.at,
+                    kind="skipped" if skips else "met",
+                    step=call.step,
+                    number=number,
+                    one=sender.number,
+                    left=sent.name,
+                    other=skipper.number,
+                    right=met.name,
+                )
+                break
+
+
 def _differences(ranks: list[_Rank]) -> Iterator[Finding]:
     """Yield the collectives that one rank calls and another one calls differently.
 
@@ -204,7 +256,7 @@ def _differences(ranks: list[_Rank]) -> Iterator[Finding]:
     for one, other in combinations(ranks, 2):
         for queue, calls in list(one.queues.items()):
             pairs = list(zip(calls, other.queues[queue], strict=False))
-            count_steps = one.counts_steps and other.counts_steps
+            count_steps = bool(one.steps and other.steps)
             for number in _unequal(pairs, count_steps=count_steps):
                 left, right = pairs[number - 1]
                 group, members = queue

@@ -20,6 +20,7 @@ from lab.audit.recording import Numbers
 from lab.audit.records import Clip
 from lab.evidence import Evidence, explain, judge
 
+BY_SAMPLES = "weighted by the ranks' samples"
 _TINY = 1e-300
 
 
@@ -193,7 +194,7 @@ def _weighted(update: Update) -> Explanation:
     evidence = update.evidence
     residue = evidence.residue
     if judge(evidence).right:
-        return Explanation("mean", residue, 1.0, ["weighted by the ranks' samples"])
+        return Explanation("mean", residue, 1.0, [BY_SAMPLES])
     times = evidence.shares * update.size  # 1 where a rank counts as in the mean
     cuts = update.cuts
     if cuts.min() == 1:

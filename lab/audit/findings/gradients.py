@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from common.say import count, listed
-from common.utils.gradient_fit import fit
+from common.utils.gradient_fit import fit, norms
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
-from lab.audit.findings.gradient_fit import Update
+from lab.audit.findings.gradient_fit import BY_SAMPLES, Update
 from lab.audit.findings.weights import SAME, Replicas
 from lab.audit.findings.where import (
     averages_weights,
@@ -26,7 +26,9 @@ from lab.audit.findings.where import (
     exchanges,
     first_line,
     groups,
+    in_step,
     lasting_optimizers,
+    local_samples,
     never_synced,
     recording_exchanges,
     samples_of,
@@ -105,6 +107,7 @@ def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
     seen = _Seen(replicas.recording, whose, telling, bad=telling, without=without)
     yield _judge(seen)
     yield from _clipped_multiple(seen)
+    yield from _uneven_targets(seen)
     if all(update.is_mean for update in telling) and not uses_ddp(seen.recording):
         yield from _early_clips(seen)
 
@@ -349,7 +352,7 @@ def _rows(seen: _Seen) -> Outcome:
     if all_own and (mixing := _mixing_weights(seen)):
         line = exchange_line(recording, mixing[0].step)
         return seen.found("weights-averaged", line, kind="exchanged", sure=False, mixed=len(mixing))
-    return _in_some_steps(seen, all_own) or _what_each_gets(seen, all_own)
+    return _exceptional(seen, all_own) or _what_each_gets(seen, all_own)
 
 
 def _bypassed(seen: _Seen) -> Finding:
@@ -362,10 +365,33 @@ def _bypassed(seen: _Seen) -> Finding:
     )
 
 
-def _in_some_steps(seen: _Seen, all_own: bool) -> Outcome | None:
-    """Judge bad steps that are one among others, or are left out by DDP; None without such."""
-    if len(seen.bad) == len(seen.updates):
+def _lost_result(seen: _Seen) -> Finding | None:
+    """Return that a rank gets zeros for some parameters, while another gets the mean of all."""
+    first = seen.bad[0]
+    apart = norms(first.got - first.mean, first.columns)  # (ranks, parameters)
+    is_mean = apart <= 10 * first.misfit * norms(first.mean[None], first.columns)
+    is_zero = norms(first.got, first.columns) == 0
+    gets_all = is_mean.all(axis=1)
+    if not gets_all.any() or not (is_mean | is_zero).all() or not is_mean.any(axis=1).all():
         return None
+    rank = int(gets_all.argmin())
+    lost = np.array(first.names)[is_zero[rank]]
+    return seen.found(
+        "result-lost",
+        seen.line,
+        rank=rank,
+        other=int(gets_all.argmax()),
+        some=len(lost),
+        every=len(first.names),
+        names=listed(lost.tolist(), most=3),
+    )
+
+
+def _exceptional(seen: _Seen, all_own: bool) -> Outcome | None:
+    """Judge steps that lose a part, are one among others, or are left out by DDP; None if none."""
+    lost = _lost_result(seen)
+    if lost is not None or len(seen.bad) == len(seen.updates):
+        return lost
     if all_own and all(never_synced(seen.recording, update.step) for update in seen.bad):
         return seen.found("own-gradient", seen.bad[0].records[0].at, kind="leftover")
     if len(seen.bad) == 1:
@@ -678,6 +704,46 @@ def _literal_divisor(seen: _Seen, line: CodeLine | None, shown: Evidence) -> Fin
     return seen.found(
         "literal-divisor", line, sure=not twice, compare=total, total=total, of=of, divisor=text
     )
+
+
+def _uneven_targets(seen: _Seen) -> Iterator[Finding]:
+    """Yield the notice if the ranks' losses are means over different numbers of targets.
+
+    ``uneven-batches`` tells of those that differ since the batches do.
+    """
+    worst: tuple[float, int, list[float]] = (1.0, 0, [])
+    for update in seen.updates:
+        counted = _counted_targets(seen.recording, update)
+        if not update.is_mean or not counted or BY_SAMPLES in update.texts:
+            return
+        times = max(counted) / min(counted)
+        if max(counted) > 1.1 * min(counted) + 1 and times > worst[0]:
+            worst = (times, update.step, counted)
+    times, step, counted = worst
+    if not counted or counted == local_samples(seen.recording, step):
+        return
+    yield seen.found(
+        "uneven-targets",
+        backward_line(seen.recording),
+        step=step,
+        least=min(counted),
+        fewer=int(np.argmin(counted)),
+        greatest=max(counted),
+        more=int(np.argmax(counted)),
+        times=times,
+    )
+
+
+def _counted_targets(recording: Recording, update: Update) -> list[float]:
+    """Return by rank of how many targets its loss is the mean; empty where that is not known."""
+    counted = []
+    for rank, record in zip(recording.ranks, update.records, strict=True):
+        backwards = in_step(rank.of(Backward), update.step)
+        loss = backwards[0].loss if len(backwards) == 1 else None
+        if loss is None or not loss.counted or not near(loss.arriving / (record.scale or 1), 1):
+            return []
+        counted.append(loss.counted)
+    return counted
 
 
 def _early_clips(seen: _Seen) -> Iterator[Finding]:

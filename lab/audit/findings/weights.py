@@ -3,10 +3,12 @@
 ``Replicas`` holds what all ranks have recorded of one optimiser; gradient_fit.py reads it as well.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.say import count, listed
 from common.utils.gradient_fit import norms, side_by_side
@@ -15,7 +17,6 @@ from lab.audit.findings.where import (
     averages_weights,
     first_line,
     first_step_apart,
-    in_step,
     lasting_optimizers,
     recording_exchanges,
 )
@@ -63,6 +64,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
         if _starts_apart(of_family[0]):
             different_starts.append(of_family[0])
     exchanged = recording_exchanges(recording)
+    yield from filter(None, map(_part_apart, different_starts))
     if exchanged:
         yield from map(_different_start, different_starts)
     settings = [*_different_settings(replicas)]
@@ -97,9 +99,9 @@ def _loads(recording: Recording) -> Iterator[Outcome]:
         yield Right("loads", f"{count(len(loads), 'load_state_dict')} found the model's keys")
 
 
-def _loaded(recording: Recording, step: int) -> Finding | None:
-    """Return that some ranks load weights more often than others after a number of steps."""
-    loads = [in_step(rank.of(Load), step) for rank in recording.ranks]
+def _loaded(replicas: "Replicas", step: int) -> Finding | None:
+    """Return that some ranks load weights more often than others right before a step."""
+    loads = [_loads_before(rank, replicas.optimizer, step) for rank in replicas.recording.ranks]
     most, fewest = max(loads, key=len), min(loads, key=len)
     if len(most) == len(fewest):
         return None
@@ -110,6 +112,15 @@ def _loaded(recording: Recording, step: int) -> Finding | None:
         rank=loads.index(most),
         other=loads.index(fewest),
     )
+
+
+def _loads_before(rank: RankRecords, optimizer: int, step: int) -> list[Load]:
+    """Return what a rank loads between an optimiser's weights of a step and those before it."""
+    previous = now = -math.inf
+    for record in rank.of(Weights):
+        if record.optimizer_number == optimizer and record.step <= step:
+            previous, now = now, record.t
+    return [load for load in rank.of(Load) if previous < load.t < now]
 
 
 class Replicas:
@@ -166,6 +177,12 @@ class Replicas:
         rows = [rank.numbers(reference) for rank, reference in pairs]
         if len({len(row) for row in rows}) == 1:
             numbers[step] = np.array(rows)
+
+    def unclipped(self, step: int) -> Numbers | None:
+        """Return what the ranks' optimisers would get if no rank clipped it; None if unknown."""
+        found: dict[int, Numbers] = {}
+        self._read(found, step, [record.unclipped or record.got for record in self.steps[step]])
+        return found.get(step)
 
     def _read_weights(self) -> None:
         """Read the weights where all are finite; none of what backward() never reaches."""
@@ -230,7 +247,7 @@ def _starts_apart(replicas: Replicas) -> bool:
 def _different_start(replicas: Replicas) -> Finding:
     spread = replicas.spread(0)
     names = [replicas.names[index] for index in np.argsort(-spread) if spread[index] > START]
-    return _loaded(replicas.recording, 0) or found(
+    return _loaded(replicas, 0) or found(
         "different-start",
         replicas.model_line or replicas.optimizer_line,
         different=len(names),
@@ -238,6 +255,42 @@ def _different_start(replicas: Replicas) -> Finding:
         spread=spread.max(),
         names=listed(names, most=3),
     )
+
+
+def _part_apart(replicas: Replicas) -> Finding | None:
+    """Return the first update that makes a part different which was equal on ranks that differ.
+
+    Such a part had equal weights, and after an exchange equal gradients.
+    """
+    for step, records in replicas.steps.items():
+        if step + 1 not in replicas.weights or step not in replicas.weights:
+            continue
+        arrived = replicas.unclipped(step)
+        if arrived is None or step not in replicas.own:
+            continue
+        own = replicas.own[step]
+        exchanged = _differ(own, replicas.columns) & ~_differ(arrived, replicas.columns)
+        exchanged &= norms(arrived, replicas.columns).all(axis=0)
+        equal = exchanged & ~_differ(replicas.weights[step], replicas.columns)
+        apart = equal & (replicas.spread(step + 1) > SAME)
+        if not apart.any():
+            continue
+        clips = [record.clips for record in records]
+        lines = [clip.at for of_rank in clips for clip in of_rank]
+        return found(
+            "shared-part-diverges",
+            first_line(lines) or records[0].at,
+            step=step,
+            names=listed(np.array(replicas.names)[apart].tolist(), most=4),
+            spread=replicas.spread(step + 1)[apart].max(),
+            clips=listed(f"{len(of_rank)} on rank {n}" for n, of_rank in enumerate(clips)),
+        )
+    return None
+
+
+def _differ(rows: Numbers, columns: list[slice]) -> NDArray[np.bool_]:
+    """Return by parameter whether the ranks' numbers differ, be it by rounding."""
+    return np.asarray(norms(rows - rows[0], columns).max(axis=0) != 0)
 
 
 def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:
@@ -307,7 +360,7 @@ def _name_divergence(replicas: Replicas, step: int) -> Finding:
     states = [record.state for record in replicas.records(Stepped).get(step - 1, [])]
     other = next((rank for rank, state in enumerate(states) if state != states[0]), None)
     by_state = other is not None and None not in states and equal_gradients
-    loaded = _loaded(replicas.recording, step) if equal_gradients else None
+    loaded = _loaded(replicas, step) if equal_gradients else None
     return loaded or found(
         "different-optimizer-state" if by_state else "weights-diverge",
         first_line(record.at for record in replicas.steps.get(step - 1, [])),

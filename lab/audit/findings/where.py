@@ -17,7 +17,6 @@ from lab.audit.records import (
     Done,
     Evaluation,
     FsdpBuilt,
-    Load,
     Parameters,
     RandomForward,
     Step,
@@ -29,7 +28,7 @@ SETUP = ("init_process_group", "new_group")
 _NO_EXCHANGE = ("barrier", "object", "monitored", *SETUP)
 
 
-OfStep = TypeVar("OfStep", Backward, CollectiveCall, Load)
+OfStep = TypeVar("OfStep", Backward, CollectiveCall)
 OncePerStep = TypeVar("OncePerStep", Evaluation, RandomForward)
 
 

@@ -45,14 +45,16 @@ backward step (as Probe.step counts), micro (number of this backward in the step
          dtypes (of what its modules returned)]], one if model.forward() is called directly, loss
          {node, reduction,
          arriving, samples, target_hash, value} or null (arriving: the gradient that reaches the
-         loss node, added up; 0 without one; value: of the tensor from which the pass began), synced
-         (whether DDP was to average after its latest forward; null without DDP), seconds,
+         loss node, added up; 0 without one; value: of the tensor from which the pass began;
+         counted: of how many targets a classification's mean is, without those of ignore_index),
+         synced (whether DDP was to average after its latest forward; null without DDP), seconds,
          exposed_seconds (from this rank's last gradient to the end of backward), optimizers (the
          numbers of those whose parameters got a gradient), at
 step     an update of an optimiser: o, step (from 0), optimizer, micro (backwards since the last
          step), own (samples: this rank's own gradients, added up since .grad was last cleared; 0
          where none arrived, NaN where nobody knows), got (samples of what the optimiser gets, right
-         before the update), own_norm and got_norm (over all parameters, in full; own_norm is null
+         before the update), unclipped (the same before it was clipped; left out if it was not),
+         own_norm and got_norm (over all parameters, in full; own_norm is null
          with several backwards), lr [per group], settings {name: value of the first group}, scale
          (of GradScaler, or 1), clips [[kind "norm" or "value", limit, total norm or null,
          collectives before it in this step, at, unscaled (GradScaler.unscale_ has run)]], kept (of
@@ -80,7 +82,8 @@ join     the script entered torch.distributed's Join: at
 call     a collective began: c, name, op, size (of its group), group (null for all ranks, else its
          [name, ranks]; of new_group [null, ranks of the new one]), bytes (that this rank gives, or
          gets if it gives none), dtype and shape (of the first tensor), step, peer (src, dst or
-         null), async, content ("gradient", "weights" or "other"), within ("forward" if a model's
+         null), async, content ("gradient", "weights" or "other"), parameter (the serial of the
+         first one of a gradient, or null), within ("forward" if a model's
          that trains is under way, "backward" or null), world (the number of ranks that
          init_process_group waits for, or null), meets (where it meets them: "address:port" or its
          init_method; null for a store of the script), at. init_process_group and new_group are

@@ -151,7 +151,7 @@ class CallRecorder:
         if message:
             dtype = str(message[0].dtype).split(".")[-1]
             shape = list(message[0].shape)
-        content = self._content(every)
+        content, parameter = self._content(every)
         return {
             "world": _world_size(given),
             "meets": _meeting_point(given) if name == "init_process_group" else None,
@@ -164,6 +164,7 @@ class CallRecorder:
             "peer": _peer(name, given, group),
             "async": bool(given.get("async_op")) or name in ("isend", "irecv"),
             "content": content,
+            "parameter": parameter,
             "within": self._pass_under_way(),
             **(self._summand(given, message) if content == "other" else {}),
         }
@@ -185,17 +186,21 @@ class CallRecorder:
             return "backward"
         return "forward" if self._probe.forwards.training else None
 
-    def _content(self, tensors: list[torch.Tensor]) -> str:
-        """Return whether the tensors share memory with a gradient or weights; "other" if not."""
+    def _content(self, tensors: list[torch.Tensor]) -> tuple[str, int | None]:
+        """Return whether the tensors share memory with a gradient or weights; "other" if not.
+
+        With it the number of the first parameter of a gradient; None if it has none.
+        """
         sought = {storage_of(tensor) for tensor in tensors} - {None}
         if not sought:
-            return "other"
-        parameters = list(self._probe.gradients.known.keys())
+            return "other", None
+        gradients = self._probe.gradients
+        parameters = list(gradients.known.keys())
         for parameter in parameters:
             if parameter.grad is not None and storage_of(parameter.grad) in sought:
-                return "gradient"
+                return "gradient", gradients.serials.get(parameter)
         is_weight = any(storage_of(parameter) in sought for parameter in parameters)
-        return "weights" if is_weight else "other"
+        return "weights" if is_weight else "other", None
 
     def _look(self) -> None:
         """Run in a thread: see where the other threads stand, without end.

@@ -126,6 +126,7 @@ class WatchedOptimizer:
     written : how many of these are in a record ``params``.
     weighed : the step whose weights have been written; -1 before the first.
     clips : see the record ``step``.
+    unclipped : samples of the gradients that this step has clipped, before that.
     unscaled : GradScaler has divided the gradients of this step by its scale.
     """
 
@@ -138,6 +139,7 @@ class WatchedOptimizer:
         self.number: int | None = None
         self.tensors: dict[Tensor, str] = {}
         self.clips: list[list[Any]] = []
+        self.unclipped: dict[Tensor, Tensor] = {}
         self.unscaled = False
 
 
@@ -148,12 +150,12 @@ class GradientWatch:
     its parameters too.
 
     known : the own gradients by parameter, as far as they can be seen.
+    serials : by tensor, the number of its own, the same in all optimisers.
     last_seconds : time.monotonic() when the latest gradient arrived.
     backward : the number of backward passes so far.
     alone : within torch.autograd.grad, which leaves ``.grad`` as it is.
     _of : what is known of each optimiser.
     _made : by parameter, the script's line that made its model.
-    _serials : by tensor, the number of its own, the same in all optimisers.
     _outermost : the optimiser whose step is under way, as called by the script.
     _sampled : what its record ``step`` will say of gradients.
     _final : nothing can change these gradients before the update any more.
@@ -171,7 +173,7 @@ class GradientWatch:
         self.alone = False
         self._of: Any = weakref.WeakKeyDictionary()
         self._made: Any = WeakTensorKeyDictionary()
-        self._serials: Any = WeakTensorKeyDictionary()
+        self.serials: Any = WeakTensorKeyDictionary()
         self._next_serial = itertools.count()
         self._next_number = itertools.count()
         self._outermost: Optimizer | None = None
@@ -239,7 +241,7 @@ class GradientWatch:
         """Count the backward pass, and write the weights before the first one of a step."""
         self.backward += 1
         for optimizer, watched in list(self._of.items()):
-            if watched.number is None and any(key in self._serials for key in watched.tensors):
+            if watched.number is None and any(key in self.serials for key in watched.tensors):
                 continue  # another one's parameters: perhaps it lies within that one
             self._write_parameters(optimizer)
 
@@ -293,9 +295,19 @@ class GradientWatch:
     def clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function that clips gradients, and note it."""
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._probe.guard(self._see_unclipped)(tensors)
         result = original(tensors, *args, **kwargs)
         self._probe.guard(self._clipped)(tensors, named(original, (tensors, *args), kwargs), result)
         return result
+
+    def _see_unclipped(self, tensors: list[Tensor]) -> None:
+        """Take samples of gradients that are about to be clipped for the first time in a step."""
+        for watched in list(self._of.values()):
+            if not self._is_sampled(watched):
+                continue
+            for tensor in tensors:
+                if tensor in watched.tensors and tensor.grad is not None:
+                    watched.unclipped.setdefault(tensor, take(tensor.grad))
 
     def _clipped(self, tensors: list[Tensor], given: dict[str, Any], result: Any) -> None:
         kind = "value" if "clip_value" in given else "norm"
@@ -324,6 +336,7 @@ class GradientWatch:
         for watched in list(self._of.values()):
             watched.unscaled = False
             watched.clips = []
+            watched.unclipped = {}
         return original(*args, **kwargs)
 
     def watch_step(self, original: Any, _optimizer: Optimizer, step: Any) -> Any:
@@ -416,7 +429,7 @@ class GradientWatch:
             dtype = str(tensor.dtype)[len("torch.") :]
             # drawn in vain if the tensor has one, from another optimiser: they need only differ
             new_serial = next(self._next_serial)
-            serial = self._serials.setdefault(tensor, new_serial)
+            serial = self.serials.setdefault(tensor, new_serial)
             rows.append([key, name, list(tensor.shape), dtype, tensor.numel(), serial])
         return rows
 
@@ -433,6 +446,8 @@ class GradientWatch:
         if self._is_sampled(watched):
             scale = float(getattr(optimizer, "grad_scale", None) or 1)  # a fused one divides by it
             self._sampled.update(self._sample_own(tensors), **self._sample_held(tensors, scale))
+            if watched.unclipped:
+                self._sampled["unclipped"] = self._sample_unclipped(watched)
 
     def _backwards(self, tensors: list[Tensor]) -> int:
         """Return how many backward passes have reached the parameters since the last step."""
@@ -481,6 +496,14 @@ class GradientWatch:
                 squares.append(square_norm(held))
         return {"got": self._probe.samples(samples), "got_norm": total(squares) / scale}
 
+    def _sample_unclipped(self, watched: WatchedOptimizer) -> list[int]:
+        """Return samples of what ``.grad`` held before it was clipped, if it was."""
+        samples = []
+        for tensor in watched.tensors:
+            held = _zeros(tensor) if tensor.grad is None else take(tensor.grad)
+            samples.append(watched.unclipped.get(tensor, held))
+        return self._probe.samples(samples)
+
     def _end(self, optimizer: Optimizer, seconds: float) -> None:
         """Write the records of the outermost step, which has succeeded, and await the next one."""
         watched = self._of[optimizer]
@@ -509,6 +532,7 @@ class GradientWatch:
                 own.see_unapplied(tensor)
         watched.steps += 1
         watched.clips = []
+        watched.unclipped = {}
         watched.unscaled = False
         self._calls = 0
         self._scale = 1.0

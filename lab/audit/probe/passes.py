@@ -68,14 +68,15 @@ class _Forward:
 
 @dataclass(eq=False)
 class _Loss:
-    """The loss of the record ``backward``; ``arriving``, ``value``: tensors until it has ended."""
+    """The loss of the record ``backward``; its last fields are tensors until it has ended."""
 
     node: str
     reduction: str | None
-    arriving: Any
     samples: int | None
     target_hash: int | None
+    arriving: Any = 0.0
     value: Any = None
+    counted: Any = None
 
     def see_gradient(self, gradients: Any) -> None:
         self.arriving = sum(tensor.detach().sum() for tensor in tensors_in(gradients[:1]))
@@ -350,7 +351,10 @@ class PassWatch:
         latest = self._probe.gradients.last_seconds
         if loss is not None:
             loss.arriving = float(loss.arriving)
-            loss.value = None if loss.value is None else float(loss.value)
+            for name in ("value", "counted"):
+                tensor = getattr(loss, name)
+                if tensor is not None:
+                    setattr(loss, name, float(tensor))
         # Of each model the first forward counts: in reversed order it replaces the later ones.
         reached = [forward for forward in self._pending[::-1] if forward.reached]
         rows = {forward.root: forward.row for forward in reached}
@@ -428,7 +432,10 @@ def _watch_loss(node: Any) -> _Loss:
         reduction = _REDUCTIONS.get(node._saved_reduction)
     else:
         reduction = _OTHERS.get(name[:-1])  # without the number of the overload
-    loss = _Loss(name, reduction, 0.0, samples, target_hash)
+    loss = _Loss(name, reduction, samples, target_hash)
+    if reduction == "mean" and target is not None and getattr(node, "_saved_weight", 0) is None:
+        # without the targets of ignore_index
+        loss.counted = getattr(node, "_saved_total_weight", None)
     node.register_prehook(loss.see_gradient)
     return loss
 

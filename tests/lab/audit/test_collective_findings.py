@@ -163,3 +163,51 @@ def test_ranks_that_wait_at_different_places_never_meet(places, found):
     assert ("different-meeting-places" in names) == found
     if found:
         assert all(place in outcomes[0].evidence[0] for place in places)
+
+
+def exchange(*numbers, rank, names="abc", step=0):
+    """Return the events of a rank that exchanges the gradients of these parameters in a step."""
+    rows = [[f"0.0.{n}", name, [10], "float32", 10, n] for n, name in enumerate(names)]
+    sent = [event(parameter=number, step=step, at=["main.py", 9 + rank, ""]) for number in numbers]
+    return [event("params", o=0, rows=rows), *sent]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "rank", "said"),
+    [
+        (
+            (0, 1, 2),
+            (0, 2),
+            1,
+            "rank 1 exchanges no gradient of b, and rank 0 does, so collective 2",
+        ),
+        (
+            (0, 2),
+            (0, 1, 2),
+            0,
+            "rank 0 exchanges no gradient of b, and rank 1 does, so collective 2",
+        ),
+        ((0, 1, 2), (0, 2, 1), 1, "collective 2 gets rank 0's b and rank 1's c"),
+    ],
+)
+def test_a_collective_of_different_parameters_names_the_rank_that_skips_one(one, other, rank, said):
+    mine, theirs = (
+        [*exchange(*sent, rank=n), event("step")] for n, sent in enumerate((one, other))
+    )
+    (fault,) = examine(mine, theirs)
+    assert (fault.name, fault.at.line) == ("gradients-mispaired", 9 + rank)
+    assert said in fault.evidence[0]
+
+
+def test_a_rank_that_stops_within_the_exchange_is_not_said_to_skip_a_parameter():
+    fault = examine(exchange(0, 1, 2, rank=0), exchange(0, 2, rank=1))[0]
+    assert (fault.name, fault.evidence) == (
+        "gradients-mispaired",
+        ("step 0: collective 2 gets rank 0's b and rank 1's c",),
+    )
+
+
+def test_one_parameter_may_have_another_name_or_number_on_another_rank():
+    alone = exchange(0, 1, 2, rank=1, names="xyz")
+    (agreed,) = examine(exchange(0, 1, 2, rank=0), alone)
+    assert isinstance(agreed, Right)

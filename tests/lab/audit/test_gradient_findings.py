@@ -361,3 +361,66 @@ def test_run_checks_merges_and_leaves_out_what_follows():
 def test_barriers_are_no_exchange():
     for name, count in (("all_reduce", 3), ("barrier", 0), ("broadcast_object_list", 0)):
         assert len(exchanges(train(changes=[("call", "name", name)]), 1)) == count
+
+
+def lost_on(*ranks, value=0.0, columns=slice(0, 216), every=False):
+    """Return an exchange of whose result ranks lose the first parameter in step 2."""
+
+    def exchange(own, step):
+        got = mean(own, step)
+        if step == 2 or every:
+            got[list(ranks), columns] = value
+        return got
+
+    return exchange
+
+
+@pytest.mark.parametrize(
+    ("exchange", "name"),
+    [
+        (lost_on(1), "result-lost"),
+        (lost_on(1, every=True), "result-lost"),
+        (lost_on(0, 2), "result-lost"),
+        (lost_on(1, value=0.5), None),  # other numbers: not known as lost
+        (lost_on(1, columns=slice(None)), None),  # it gets nothing at all
+        (lost_on(0, 1, 2), None),  # cleared on all ranks alike
+    ],
+)
+def test_zeros_on_some_ranks_alone_are_a_lost_result(exchange, name):
+    lost = [one for one in findings(train(exchange)) if one.name == "result-lost"]
+    assert [one.name for one in lost] == [name] * (name is not None)
+    for one in lost:
+        assert "zeros for 1 of 4 parameters (conv.weight)" in one.evidence[0]
+
+
+def test_a_lost_result_explains_that_the_weights_part():
+    assert told(train(lost_on(1)))[0] == ["result-lost"]
+
+
+def targets(*counted, **fields):
+    """Return changes by which the ranks' losses are means over these numbers of targets."""
+    changes = [("backward", "counted", lambda rank, _: counted[rank])]
+    return [*changes, *(("backward", name, value) for name, value in fields.items())]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "changes", "times"),
+    [
+        (mean, targets(512, 40, 128), "12.8 times"),
+        (mean, targets(512, 500, 490), None),  # nearly equal
+        (mean, targets(512, 40, None), None),
+        (mean, targets(512, 40, 128, arriving=0.5), None),  # scaled: by what, nobody knows
+        (times(2), targets(512, 40, 128), None),  # another fault
+        (
+            mean,
+            [
+                *targets(16, 8, 8),
+                ("backward", "samples", lambda rank, _: 8 if rank else 16),
+            ],
+            None,  # uneven-batches tells it
+        ),
+    ],
+)
+def test_means_over_unequal_numbers_of_targets_are_a_notice(exchange, changes, times):
+    told = [one for one in findings(train(exchange, changes=changes)) if "targets" in one.name]
+    assert [times in one.evidence[0] for one in told] == [True] * (times is not None)
