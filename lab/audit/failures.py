@@ -204,8 +204,9 @@ def _first_to_fail(run: AuditRun, gone: RankRecords | None) -> tuple[int, str, E
     if gone is not None and gone.rank in statuses:
         statuses = {gone.rank: statuses[gone.rank]}
     outputs = {number: run.output(number) for number in statuses}
-    name = "rank" if run.command.one_process_a_rank else "process"
-    return first_to_fail(statuses, outputs, name=name)
+    return first_to_fail(
+        statuses, outputs, name="rank" if run.command.one_process_a_rank else "process"
+    )
 
 
 def _place(error: Error | None, episode: Episode, run: AuditRun) -> CodeLine | None:

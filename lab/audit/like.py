@@ -76,7 +76,7 @@ class Difference(msgspec.Struct):
     def __str__(self) -> str:
         here = ", at ".join(filter(None, [self.here, self.here_at]))
         there = ", at ".join(filter(None, [self.there, self.there_at]))
-        return f"{self.what}:\nhere  {here}\nthere {there}"
+        return f"{self.what}, on {count(self.ranks, 'rank')}:\nhere  {here}\nthere {there}"
 
 
 class Likeness(msgspec.Struct):

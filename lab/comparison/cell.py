@@ -177,8 +177,7 @@ def _known_values(measured: Sequence[Mapping[str, float | None]]) -> dict[str, l
     """Return by name what the repeats measured, without what is unknown."""
     columns = {}
     for name in measured[0]:
-        values = [means[name] for means in measured]
-        columns[name] = [value for value in values if value is not None]
+        columns[name] = [value for means in measured if (value := means[name]) is not None]
     return columns
 
 
@@ -196,14 +195,18 @@ def _means_over_ranks(ranks: Sequence[RankRow]) -> dict[str, float | None]:
     """
     means: dict[str, float | None] = asdict(mean_seconds(ranks))  # by the fields of ``Medians``
     means["peak_memory_bytes"] = statistics.fmean(rank.peak_memory_bytes for rank in ranks)
-    means["root_bytes_sent"] = None
-    means["others_bytes_sent"] = None
+    means |= dict.fromkeys(("root_bytes_sent", "others_bytes_sent"))
     counted = [rank.bytes_sent for rank in ranks if rank.bytes_sent is not None]
     if len(counted) == len(ranks):
         root, *others = counted
         means["root_bytes_sent"] = root
         means["others_bytes_sent"] = statistics.fmean(others or [0.0])
     return means
+
+
+def steps_of(cell: Cell) -> list[float]:
+    """Return the step of each good repeat, the mean over its ranks; a cell's step is their mean."""
+    return [mean_seconds(run.ranks).step for run in cell.runs if run.ranks]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:

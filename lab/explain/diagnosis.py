@@ -55,7 +55,7 @@ _REACTION = re.compile(
     r"|socketimpl|remote process exit|pair closure|worker \(pid.{0,20}\) (?:exited|is killed)"
     r"|communicator was aborted|heartbeat|RendezvousConnectionError|peer"
 )
-# Packages whose exceptions may tell of another rank; "" is a program without packages
+# Packages in which a timeout may tell of another rank; "" is a program without packages
 _COMMUNICATE = ("", "torch", "torch_xla", "deepspeed", "horovod", "ray", "accelerate", "lightning")
 _TIMED_OUT = re.compile(r"(?i)timed? ?out")
 # What a program is told to change, by the launcher at hand
@@ -145,18 +145,10 @@ def find_known(
     message : its first line counts most. around : the traceback and lines near it, which an
     entry's ``near`` may ask for. before : what was printed so far, for ``after``.
     """
-    matching = []
-    hidden: set[str] = set()
-    of_first: set[str] = set()
-    for error in known_errors():
-        if _matches(error, message, around, before):
-            matching.append(error)
-            hidden.update(error.hides)
-            of_first |= (
-                {error.name}
-                if _matches(error, message.partition("\n")[0], around, before)
-                else set()
-            )
+    first_line = message.partition("\n")[0]
+    matching = [error for error in known_errors() if _matches(error, message, around, before)]
+    of_first = {error.name for error in matching if _matches(error, first_line, around, before)}
+    hidden = set(chain.from_iterable(error.hides for error in matching))
 
     def order(error: KnownError) -> tuple[bool, bool, int]:
         is_further = of_first.isdisjoint({error.name, *error.hides})
@@ -251,10 +243,9 @@ def failure_in(output: str) -> Episode:
     if found and found[0].role != "note":
         return found[0]
     printed = [place for place in range(log.end) if log.text(place).strip()]
-    if not printed:
-        return Episode(log, 0, 0, "it printed nothing", role="note")
-    last = printed[-1]
-    return Episode(log, last, last, log.text(last).strip(), role="note")
+    last = max(printed, default=0)
+    said = log.text(last).strip() or "it printed nothing"
+    return Episode(log, last, last, said, role="note")
 
 
 def _raised(log: Log) -> list[Episode]:
@@ -306,7 +297,8 @@ def _role(episode: Episode) -> str:
             return role
     if episode.known is not None:
         return _ROLES[episode.known.kind]
-    is_own = episode.raised_by == "the program" or episode.package not in _COMMUNICATE
+    waits_for_another = episode.package in _COMMUNICATE or not _TIMED_OUT.search(episode.said)
+    is_own = episode.raised_by == "the program" or not waits_for_another
     return "initiator" if is_own or not _REACTION.search(episode.said) else "reaction"
 
 

@@ -402,10 +402,10 @@ LESSONS: Sequence[Lesson] = (
         25,
         "lab.learn.lessons.measuring:check",
         Question(
-            "A step takes 0.714 s, of which 0.544 s are exposed communication. The network becomes "
+            "A step takes 0.715 s, of which 0.544 s are exposed communication. The network becomes "
             "10 times as fast, in bandwidth and in latency. How many seconds does a step take?",
-            0.224,
-            "0.170 s of computing stay, and 0.0544 s of communication",
+            0.225,
+            "0.171 s of computing stay, and 0.0544 s of communication",
             "s",
         ),
         {
@@ -415,9 +415,9 @@ LESSONS: Sequence[Lesson] = (
                 "bits over each link, divided by the seconds",
             ),
             "b": Exercise(
-                0.932,
-                "1.96 x sqrt(2) x sqrt(0.13 x 0.87 / 10,000), times 100",
-                "p = 0.13 and n = 10,000; a share of 0.01 is one point",
+                0.888,
+                "1.96 x sqrt(2) x sqrt(0.116 x 0.884 / 10,000), times 100",
+                "p = 0.116 and n = 10,000; a share of 0.01 is one point",
             ),
             "c": Exercise(1.053, "1 / 0.95", "0.95 of the step stay", tolerance=0.005),
         },

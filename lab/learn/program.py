@@ -1,114 +1,97 @@
-"""Run a student's whole program on a rank, as torchrun would, and record what its steps do.
+"""Run a student's whole program on a rank, as torchrun would, and let the audit's probe watch it.
 
-``run_program`` watches the program from outside: which batch a step computes with, what backward
-adds to the gradients, what the optimiser gets, what is sent in between, and the weights.
+``on_watched_ranks`` starts the ranks, on which ``run_program`` runs the program; then
+``fault_of`` says what is wrong with the training that the probe recorded.
 """
 
 import contextlib
-import copy
 import io
+import json
 import os
 import runpy
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
-from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_hooks
+from torch.distributed import distributed_c10d
 
-from common.profiling.comm_trace import MessageRecorder
-from lab.learn.student_file import Namespace
+from lab.audit import probe
+from lab.audit.findings import run_checks
+from lab.audit.findings.finding import FAULT
+from lab.audit.recording import Recording, RecordReader
+from lab.audit.records import Backward, CollectiveCall, Group, Step
+from lab.evidence import near
+from lab.learn.causes import told
+from lab.learn.student_file import Namespace, StudentFile
 
-KEPT_STEPS = 3  # whose tensors are kept
+# What ranks that do not average can do right, see lab/audit/findings/properties.py.
+_WITHOUT_AVERAGE = ("samples", "coverage", "order", "batches", "updates", "global batch")
+_BETWEEN = "Average in each step, after loss.backward() and before optimizer.step()."
+# What a lesson advises where the catalogue's cure speaks of DistributedDataParallel.
+_CURES = {"group-unused": _BETWEEN, "own-gradient": f"{_BETWEEN} Leave the mean in parameter.grad."}
 
 
-class _Enough(BaseException):
-    """Ends a program that has made its steps."""
+class Program(NamedTuple):
+    """What a program left: the names that it defines, and what it printed."""
+
+    names: Namespace
+    printed: str
 
 
-@dataclass
-class ProgramStep:
-    """One step of a rank; all tensors are flat and hold all parameters, in their order.
+def on_watched_ranks(
+    student: StudentFile,
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    global_batch: int,
+    limit_seconds: float = 90.0,
+) -> tuple[list[Any], Recording]:
+    """Return what ``StudentFile.on_ranks`` does, and what the probe recorded.
 
-    images, labels : the batch.
-    start : the weights before it.
-    stale : what the gradients held before backward, zeros included.
-    own : what backward added to that.
-    used : what the optimiser got; None if it was not called.
-    sent_early, sent, sent_late : messages before this step's backward, until the update, and after
-        it until the next step.
+    function : gets the folder of the records after its arguments, for ``run_program``.
     """
-
-    images: Tensor
-    labels: Tensor
-    start: Tensor
-    stale: Tensor
-    own: Tensor
-    used: Tensor | None = None
-    sent_early: int = 0
-    sent: int = 0
-    sent_late: int = 0
-
-
-@dataclass
-class ProgramRecording:
-    """What a rank's program did.
-
-    joined : whether it called init_process_group.
-    model : a copy of what it trained, from before the first step; None if it computed nothing.
-    lengths : the number of entries of each parameter, by name.
-    optimizer : the class of its optimiser, and that one's settings.
-    steps : the first ones.
-    batches : of every step: a number that tells its images from others.
-    updates : how many times the optimiser was called.
-    foreign : whether it was given other parameters than the model's.
-    end : the weights at the end.
-    kinds : of all that it sent, e.g. all_reduce.
-    names : what the program defines.
-    printed : what it prints.
-    """
-
-    joined: bool = False
-    model: nn.Module | None = None
-    lengths: dict[str, int] = field(default_factory=dict)
-    optimizer: tuple[type[Optimizer], dict[str, Any]] | None = None
-    steps: list[ProgramStep] = field(default_factory=list)
-    batches: list[float] = field(default_factory=list)
-    updates: int = 0
-    foreign: bool = False
-    end: Tensor | None = None
-    kinds: set[str] = field(default_factory=set)
-    names: Namespace = field(default_factory=Namespace)
-    printed: str = ""
+    with tempfile.TemporaryDirectory() as folder:
+        records = Path(folder)
+        found = student.on_ranks(size, function, *arguments, records, limit_seconds=limit_seconds)
+        return found, RecordReader(records).recording(global_batch=global_batch)
 
 
 def run_program(
-    path: Path, arguments: Sequence[str] = (), *, steps: int | None = None
-) -> ProgramRecording:
-    """Run the file as a program on this rank of the open process group; return what it did.
+    path: Path, arguments: Sequence[str] = (), *, records: Path | None = None
+) -> Program:
+    """Run the file as a program on this rank of the open process group; return what it left.
 
     arguments : what follows the file's name on the command line.
-    steps : end it after this many; None: run it to its end.
+    records : the folder for what the probe sees, which watches this process from now on; None: it
+        does not.
     """
-    watch = _Watch(steps)
     printed = io.StringIO()
+    variables = _torchrun_environment()
+    if records is not None:
+        settings = {"folder": str(records), "script": str(path.parent), "whole": True}
+        variables[probe.ENVIRONMENT] = json.dumps(settings | {"rank": dist.get_rank()})
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(printed))
         stack.enter_context(patch.object(sys, "argv", [str(path), *arguments]))
-        stack.enter_context(patch.dict(os.environ, _torchrun_environment()))
-        stack.enter_context(watch.watching())
-        stack.enter_context(contextlib.suppress(_Enough))
-        watch.recording.names = Namespace(runpy.run_path(str(path), run_name="__main__"))
-    watch.finish()
-    watch.recording.printed = printed.getvalue()
-    return watch.recording
+        stack.enter_context(patch.dict(os.environ, variables))
+        for owner in (dist, distributed_c10d):
+            stack.enter_context(patch.object(owner, "init_process_group", init_process_group))
+            stack.enter_context(patch.object(owner, "destroy_process_group", lambda *_: None))
+        watching = probe.install()
+        names = Namespace(runpy.run_path(str(path), run_name="__main__"))
+    if watching is not None:
+        watching.record_end(None)
+    return Program(names, printed.getvalue())
+
+
+def init_process_group(*_: Any, **__: Any) -> None:
+    """Stand for torch's function, by its name: the group is open, and stays so for the check."""
 
 
 def _torchrun_environment() -> dict[str, str]:
@@ -119,125 +102,61 @@ def _torchrun_environment() -> dict[str, str]:
     return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-class _Watch:
-    """Record a program's steps, from torch's hooks."""
+def fault_of(recording: Recording, *, averages: bool = True) -> str | None:
+    """Return what is wrong with the ranks' training, the first fault that the audit finds.
 
-    def __init__(self, limit: int | None) -> None:
-        self.recording = ProgramRecording()
-        self._limit = limit
-        self._recorder = MessageRecorder()
-        self._model: nn.Module | None = None
-        self._depth = 0  # of modules that are computing
-        self._batch: tuple[Tensor, Tensor] | None = None
-        self._step: ProgramStep | None = None  # the last one
-        self._mark = 0  # messages that have been counted
+    averages : whether the ranks should average their gradients.
+    """
+    problem = _does_not_train(recording)
+    if problem is not None:
+        return problem
+    for finding in run_checks([recording]).findings:
+        entry = finding.entry
+        if entry.severity == FAULT and (averages or entry.broken in _WITHOUT_AVERAGE):
+            title = f"{entry.title[0].lower()}{entry.title[1:]}"
+            evidence = finding.evidence[0].replace(": ", ", ", 1)
+            return told(finding.name, title, evidence, _CURES.get(finding.name))
+    return _other_steps(recording)
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch what this thread does meanwhile; the open process group stays open."""
-        right_loss = nn.functional.cross_entropy
-        right_backward = torch.autograd.backward
 
-        def noted_loss(outputs: Tensor, labels: Tensor, *more: Any, **options: Any) -> Tensor:
-            if self._batch is not None:
-                self._batch = (self._batch[0], labels)
-            return right_loss(outputs, labels, *more, **options)
+def _does_not_train(recording: Recording) -> str | None:
+    """Say what keeps the ranks from training at all."""
+    for process in recording.processes:
+        if not (process.of(Group) or len(recording.processes) == 1):
+            return "the program never calls init_process_group: each rank must meet the others"
+        if not process.of(Backward):
+            return "the program computes no gradients: call loss.backward() in each step"
+        if not process.of(Step):
+            return "the weights never change: call optimizer.step() in each step"
+        if not any(backward.optimizers for backward in process.of(Backward)):
+            return "the optimizer gets other parameters than those of the model that computes"
+    return None
 
-        def noted_backward(*given: Any, **options: Any) -> None:
-            before = self._begin_step()
-            right_backward(*given, **options)
-            self._end_backward(before)
 
-        def join(*_: Any, **__: Any) -> None:
-            self.recording.joined = True
+def _other_steps(recording: Recording) -> str | None:
+    """Say what one process would not do in a step, where the ranks agree."""
+    for rank in recording.ranks:
+        passes = rank.of(Backward)
+        if len(passes) != len(rank.of(Step)):
+            return (
+                f"rank {rank.rank} calls backward() {len(passes)} times and optimizer.step() "
+                f"{len(rank.of(Step))} times: each step calls both once"
+            )
+        loss = passes[0].loss
+        if loss is not None and not (loss.reduction == "mean" and near(loss.arriving, 1)):
+            return (
+                f"backward computes {loss.arriving:.3f} times the gradient of a loss whose "
+                f"reduction is {loss.reduction}: is the loss the mean over the batch?"
+            )
+    return None
 
-        with contextlib.ExitStack() as stack:
-            for owner, name, replacement in (
-                (nn.functional, "cross_entropy", noted_loss),
-                (torch.autograd, "backward", noted_backward),
-                (dist, "init_process_group", join),
-                (dist, "destroy_process_group", lambda *_: None),
-            ):
-                stack.enter_context(patch.object(owner, name, replacement))
-            for hook in (
-                module_hooks.register_module_forward_pre_hook(self._enter_module),
-                module_hooks.register_module_forward_hook(self._leave_module, always_call=True),
-                optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
-                optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
-            ):
-                stack.callback(hook.remove)
-            stack.enter_context(self._recorder)
-            yield
 
-    def finish(self) -> None:
-        """Count the last messages, and keep all messages' kinds and the weights at the end."""
-        self.recording.kinds = {message.kind for message in self._recorder.messages}
-        if self._step is not None:
-            self._step.sent_late += self._count_messages()
-        if self._model is not None:
-            self.recording.end = flat(self._model.parameters())
-
-    def _enter_module(self, module: nn.Module, inputs: tuple) -> None:
-        self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled() or not inputs:
-            return
-        if self._step is not None:
-            self._step.sent_late += self._count_messages()
-        recording = self.recording
-        if self._model is None:
-            recording.model = copy.deepcopy(module)
-            recording.lengths = {name: p.numel() for name, p in module.named_parameters()}
-        self._model = module
-        if self._limit is not None and len(recording.batches) >= self._limit:
-            self._depth = 0
-            raise _Enough
-        images = inputs[0].detach().clone()
-        weights = torch.arange(1, images.numel() + 1, dtype=torch.float64).sqrt()
-        recording.batches.append(float(images.flatten().double() @ weights))
-        self._batch = (images, torch.empty(0))
-
-    def _leave_module(self, *_: Any) -> None:
-        self._depth = max(0, self._depth - 1)
-
-    def _begin_step(self) -> Tensor:
-        """Return the gradients before backward."""
-        if self._model is None:
-            return torch.empty(0)
-        return flat_gradients(self._model)
-
-    def _end_backward(self, before: Tensor) -> None:
-        """Record what backward has added to the gradients."""
-        if self._model is None or self._batch is None:
-            return
-        images, labels = self._batch
-        own = flat_gradients(self._model) - before
-        start = flat(self._model.parameters())
-        step = ProgramStep(images, labels, start, before, own, sent_early=self._count_messages())
-        self._step = step
-        if len(self.recording.steps) < KEPT_STEPS:
-            self.recording.steps.append(step)
-
-    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        self.recording.updates += 1
-        if self.recording.optimizer is None:
-            self.recording.optimizer = (type(optimizer), dict(optimizer.defaults))
-        if self._step is not None and self._model is not None:
-            given = [
-                id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-            ]
-            self.recording.foreign |= set(given).isdisjoint(map(id, self._model.parameters()))
-            self._step.sent += self._count_messages()
-            self._step.used = flat_gradients(self._model)
-
-    def _after_update(self, *_: Any) -> None:
-        self._count_messages()
-
-    def _count_messages(self) -> int:
-        """Return the messages since the last call."""
-        found = len(self._recorder.messages)
-        new = found - self._mark
-        self._mark = found
-        return new
+def kinds_of(recording: Recording) -> list[set[str]]:
+    """Return by rank the kinds of messages that the program sent, as "send" of isend."""
+    return [
+        {call.name.removeprefix("i") for call in rank.of(CollectiveCall) if call.nbytes}
+        for rank in recording.ranks
+    ]
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -243,12 +243,17 @@ def missing(gap: Gap) -> list[str]:
 
 
 def reasons(rows: Rows) -> list[str]:
-    """Say what makes the slowest take longer than the fastest, the greatest step first."""
+    """Say what makes the slowest take longer than the fastest, the greatest step first.
+
+    Of a single one, what its messages do.
+    """
     steps = decomposition(rows)
+    if not steps:
+        return [f"The messages {messages(steady(rows)[0])}."]
     if len(steps) == 1:
         return [why(steps[0])]
     whole = Gap(faster=steps[-1].faster, slower=steps[0].slower)
-    lines = [f"{difference(whole)} less, in {len(steps)} steps that add up to it:"]
+    lines = [f"{difference(whole)}, in {len(steps)} steps that add up to it:"]
     for gap in sorted(steps, key=attrgetter("seconds"), reverse=True):
         lines.append(reason(gap, whole))
     return lines
@@ -257,17 +262,18 @@ def reasons(rows: Rows) -> list[str]:
 def reason(gap: Gap, whole: Gap) -> str:
     """Say how much of a whole difference a step is, and what makes it."""
     share = percent(gap.seconds / whole.seconds)
-    return f"{share}, {difference(gap)}. {why(_in_order(gap.slower, gap.faster))}"
+    return f"{share}: {difference(gap)}. {why(_in_order(gap.slower, gap.faster))}"
 
 
 def difference(gap: Gap) -> str:
-    """Return the two strategies and the seconds that the second one saves, with their interval."""
+    """Return the seconds that the second of two strategies saves, with their interval."""
     scale = gap.faster.step
     ends = ""
     if gap.interval is not None:
         low, high = gap.interval
         ends = f" [{seconds_text(low, scale)}, {seconds_text(high, scale)}]"
-    return f"{gap.slower.sync} to {gap.faster.sync} {seconds_text(gap.seconds, scale)} s{ends}"
+    pair = f"from {gap.slower.sync} to {gap.faster.sync}"
+    return f"{seconds_text(gap.seconds, scale)} s{ends} {pair}"
 
 
 def compared(faster: CellRow, slower: CellRow) -> str:

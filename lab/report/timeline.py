@@ -40,7 +40,7 @@ def overlap(rank: RankTimeline) -> float | None:
     spans = _messages(rank)
     if backward_end(rank) is None or not spans:
         return None
-    return _hidden(rank) / _length(spans)
+    return _hidden(rank) / length(spans)
 
 
 def _messages(rank: RankTimeline) -> list[Span]:
@@ -55,7 +55,7 @@ def _hidden(rank: RankTimeline) -> float:
     early = [(-math.inf, backward_end(rank) or -math.inf)]
     under_backward = _common(_messages(rank), early)
     exposed = _common(under_backward, union(rank.sections.get("sync", [])))
-    return _length(under_backward) - _length(exposed)
+    return length(under_backward) - length(exposed)
 
 
 def _common(spans: Iterable[Span], others: Sequence[Span]) -> list[Span]:
@@ -67,7 +67,7 @@ def _common(spans: Iterable[Span], others: Sequence[Span]) -> list[Span]:
     ]
 
 
-def _length(spans: Sequence[Span]) -> float:
+def length(spans: Sequence[Span]) -> float:
     """Return the length of disjoint spans; one that ends before it begins counts as empty."""
     return sum(max(0.0, end - begin) for begin, end in spans)
 
@@ -93,8 +93,8 @@ def message_share(ranks: Sequence[RankTimeline]) -> float | None:
     own = 0.0
     for rank in ranks:
         parts = sync_parts(ranks, rank)
-        under_way += _length(parts["wire"])
-        own += _length(parts["own"])
+        under_way += length(parts["wire"])
+        own += length(parts["own"])
     if under_way + own == 0 or not any(rank.messages for rank in ranks):
         return None
     return under_way / (under_way + own)

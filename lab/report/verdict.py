@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from common.say import factor_text, listed, percent
-from lab.report.causes import BUSY, Gap, load, messages, reasons
+from lab.report.causes import BUSY, Gap, load, reasons
 from lab.report.findings import (
     ReportFinding,
     a_step,
@@ -55,7 +55,7 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
         return _of_wrong_results(block, rows, wrong)
     text = f"{_where(block, nodes)} {speed(rows)}{_one_node_alone(steady(rows)[0])}"
     text += f"{_averaging(block, rows)}{_machine(rows)}."
-    return Verdict(text, _numbers(rows), False, _why(rows))
+    return Verdict(text, _numbers(rows), False, "\n".join(reasons(rows)))
 
 
 def _of_one_node(rows: Rows) -> Verdict:
@@ -94,13 +94,6 @@ def _one_node_alone(best: CellRow) -> str:
     if best.baseline is None or interval is None or interval[1] >= 1:
         return ""
     return f"; one {best.alone} alone is faster ({timed(best.baseline)})"
-
-
-def _why(rows: Rows) -> str:
-    """Say what the messages of a strategy do, or why the slowest takes longer than the fastest."""
-    if len(steady(rows)) == 1:
-        return f"The messages {messages(steady(rows)[0])}."
-    return "\n".join(reasons(rows))
 
 
 def _machine(rows: Rows) -> str:
@@ -147,7 +140,7 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
     numbers = [(f"shortest {a_step(best).partition(' ')[2]}", timed(best), who)]
     if best.nodes > 1:
         sync = best.medians.sync
-        exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)} of a step)"
+        exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)})"
         numbers.append(("exposed communication", exposed, f"mean over the ranks of {best.name}"))
     if last is not best:
         ratio = f"{factor_text(last.seconds / best.seconds)} times"

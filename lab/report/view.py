@@ -16,13 +16,13 @@ from statistics import fmean, median
 from typing import Literal
 
 from common.errors import UserError
-from common.runs import TimelineFile, mean_seconds, shared_nodes
+from common.runs import TimelineFile, shared_nodes
 from common.say import count, listed, rate_text
 from common.sync import STRATEGIES, plan_class
 from common.sync.memory_cost import Memory
 from common.sync.plans.base import ReplicatedPlan
 from common.utils.grouping import grouped
-from lab.comparison.cell import interval
+from lab.comparison.cell import interval, steps_of
 from lab.comparison.record import (
     Cell,
     Comparison,
@@ -118,11 +118,7 @@ class CellRow:
         """The step, whose sections are ``medians``; 0 if nothing was measured."""
         if self.cell.medians is None:
             return 0.0
-        return fmean(self._steps or [self.cell.medians.step])
-
-    @property
-    def _steps(self) -> list[float]:
-        return [mean_seconds(run.ranks).step for run in self.runs if run.ranks]
+        return fmean(steps_of(self.cell) or [self.cell.medians.step])
 
     @property
     def _iterations(self) -> list[float]:
@@ -144,7 +140,7 @@ class CellRow:
             name = "iteration" if self.by_iterations else "step"
         low, high = (self.cell.intervals or {}).get(name, (None, None))
         if name == "step":
-            low, high = interval(self._steps)
+            low, high = interval(steps_of(self.cell))
         elif name == "iteration":
             low, high = interval(self._iterations)
         if low is None or high is None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from common.errors import UserError
@@ -17,6 +18,7 @@ from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from common.utils.paths import REPOSITORY
 from common.utils.typed_json import shown
+from lab.comparison.cell import steps_of
 from lab.comparison.record import Cell, Comparison, LinkRate, read_comparison
 from lab.predict.cluster import generation_of
 from lab.predict.observed import ObservedStep, read_observed
@@ -160,7 +162,7 @@ def _of_cell(comparison: Comparison, cell: Cell, name: str) -> ObservedStep:
         ranks_per_node=cell.ranks // nodes,
         strategy=cell.sync,
         global_batch=int(cell.batch_size),
-        step_seconds=cell.medians.step,
+        step_seconds=fmean(steps_of(cell) or [cell.medians.step]),
         sync_seconds=cell.medians.sync,
         rate_bits=_bits(cell.rate, where),
         model=model,

@@ -516,6 +516,8 @@ const Page = (() => {
     }
     for (const link of document.querySelectorAll("[data-jump]")) link.addEventListener("click", jump);
     byId("back").addEventListener("click", () => back());
+    const inSight = ([answer]) => byId("short").classList.toggle("told", answer.isIntersecting);
+    new IntersectionObserver(inSight).observe(byId("answer"));
     byId("copy-link").addEventListener("click", copyLink);
     byId("copy-command").addEventListener("click", () => copy(State.command(data, state), "Command"));
     window.addEventListener("popstate", readLink);

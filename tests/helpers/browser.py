@@ -180,8 +180,11 @@ def seen_texts(page: Page) -> list[SeenText]:
 
 
 def overlapping(page: Page) -> list[str]:
-    """Return the pairs of texts and controls that cover each other."""
-    return page.evaluate("Measures.overlaps()")
+    """Return the pairs of texts and controls that cover each other, with the page at its top.
+
+    Scrolled, what stays in sight covers what passes below it.
+    """
+    return page.evaluate("scrollTo(0, 0), Measures.overlaps()")
 
 
 def sticking_out(page: Page) -> list[str]:

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Any)
 # Holds the settings as JSON: folder, script (folder of the user's code), steps, rank (or null),
-# clocks.
+# clocks, whole (true: the script's end is its caller's business, so nothing cuts it).
 ENVIRONMENT = "LAB_AUDIT"
 # Folders of packages, and of Python's own modules, which may lie under the user's folder.
 _INSTALLED = re.compile(r"[/\\](?:(?:site|dist)-packages|lib(?:64)?[/\\]python[\d.]+)[/\\]")
@@ -263,11 +263,11 @@ def _note_search(probe: Probe, event: str, _: Any) -> None:
         probe.record("searched", what=event, at=probe.place())
 
 
-def install() -> None:
-    """Watch this process as ``ENVIRONMENT`` says; do nothing without it."""
+def install() -> Probe | None:
+    """Watch this process as ``ENVIRONMENT`` says, and return its probe; do nothing without it."""
     settings = json.loads(os.environ.get(ENVIRONMENT, "null"))
     if settings is None or not os.path.isdir(settings["folder"]):  # this process outlived the audit
-        return
+        return None
     probe = Probe(settings)
     atexit.register(probe.end)
     sys.addaudithook(functools.partial(_note_search, probe))
@@ -275,6 +275,7 @@ def install() -> None:
         _watch(probe, lambda _: None, None)
     finder: Any = SimpleNamespace(find_spec=functools.partial(_find_torch, probe))
     sys.meta_path.insert(0, finder)
+    return probe
 
 
 def _find_torch(probe: Probe, name: str, *rest: Any) -> Any:
@@ -302,6 +303,8 @@ def _watch(probe: Probe, execute: Callable[[Any], None], module: Any) -> None:
     execute(module)
     probe.record("torch", version=str(sys.modules["torch"].__version__))
     for part in _PARTS:
+        if part == "stopping" and probe.settings.get("whole"):
+            continue
         try:
             importlib.import_module(f".{part}", __package__).watch(probe)
         except Exception:

@@ -19,9 +19,16 @@ from common.profiling.comm_trace import MessageRecorder
 from common.say import count
 from lab.evidence import Evidence
 from lab.learn.causes import cause_of, ends_with, parts_of, told
-from lab.learn.program import KEPT_STEPS, flat, flat_gradients, from_all_ranks, run_program
+from lab.learn.program import (
+    fault_of,
+    flat,
+    flat_gradients,
+    from_all_ranks,
+    kinds_of,
+    on_watched_ranks,
+    run_program,
+)
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
-from lab.learn.verdict import judge_ranks
 from lab.proofs import Case
 from lab.proofs.equivalence import FunctionSync, RankErrors, combine, errors_on_this_rank
 
@@ -76,13 +83,11 @@ class Averaging:
     problem : the first thing that is wrong, on any rank; what comes after it is not checked.
     sent : by this rank.
     errors : in a training with the function, against one process.
-    kinds : of all that the program sent; None if it has not run.
     """
 
     problem: str | None
     sent: Sent
     errors: RankErrors = field(default_factory=RankErrors)
-    kinds: set[str] | None = None
 
 
 def _check_averaging(student: StudentFile, say: Say, *, ring: bool) -> list[Sent]:
@@ -91,9 +96,13 @@ def _check_averaging(student: StudentFile, say: Say, *, ring: bool) -> list[Sent
     ring : problems are told of a ring's chunks, else of each parameter.
     """
     for size in SIZES:
-        found = student.on_ranks(size, _check_on_rank, student.path, ring)
+        found, recording = on_watched_ranks(
+            student, size, _check_on_rank, student.path, ring, global_batch=GLOBAL_BATCH
+        )
         sent = [rank.sent for rank in found]
-        problem = found[0].problem or _wrong_way(sent, ring=ring) or _other_way(found, ring=ring)
+        problem = found[0].problem or _wrong_way(sent, ring=ring)
+        if problem is None and size < max(SIZES):
+            problem = fault_of(recording) or _other_way(kinds_of(recording), ring=ring)
         if problem:
             raise Mistake(problem)
         result = combine(size, _CASE, [rank.errors for rank in found])
@@ -173,29 +182,26 @@ def _wrong_root(own: Sent, rank: int, size: int) -> str | None:
     )
 
 
-def _other_way(found: Sequence[Averaging], *, ring: bool) -> str | None:
+def _other_way(kinds: Sequence[set[str]], *, ring: bool) -> str | None:
     """Say which rank's program never calls what its function calls; None if none does."""
-    for rank, own in enumerate(found):
-        if own.kinds is not None and not _kinds(ring) <= own.kinds:
+    for rank, own in enumerate(kinds):
+        if not _kinds(ring) <= own:
             return (
-                f"average_gradients is right, but the program trains without it: on {len(found)} "
-                f"ranks, rank {rank} calls {', '.join(sorted(own.kinds))}, and not "
+                f"average_gradients is right, but the program trains without it: on {len(kinds)} "
+                f"ranks, rank {rank} calls {', '.join(sorted(own))}, and not "
                 f"{' and '.join(sorted(_kinds(ring)))}"
             )
     return None
 
 
-def _check_on_rank(student: Namespace, path: Path, ring: bool) -> Averaging:
+def _check_on_rank(student: Namespace, path: Path, ring: bool, records: Path) -> Averaging:
     """Check the function on known gradients, then in a training, then the program as it is."""
     size = dist.get_world_size()
     found = Averaging(*_average_known_gradients(student, ring))
     if found.problem is None:
         found.errors = _train(student)
     if found.problem is None and size < max(SIZES):
-        steps = None if size == min(SIZES) else KEPT_STEPS  # once to its end
-        recording = run_program(path, steps=steps)
-        found.problem = judge_ranks(recording, global_batch=GLOBAL_BATCH)
-        found.kinds = recording.kinds
+        run_program(path, records=records)
     return found
 
 

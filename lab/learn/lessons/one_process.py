@@ -10,9 +10,8 @@ from unittest.mock import Mock, patch
 import torch
 from torch import nn
 
-from lab.learn.program import run_program
+from lab.learn.program import fault_of, on_watched_ranks, run_program
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
-from lab.learn.verdict import judge_ranks
 
 # The calls of a step that are noted, and the classes whose methods they are.
 _OWNERS = {
@@ -45,22 +44,18 @@ def check(student: StudentFile, say: Say) -> float:
                 f"by a clock on which {told}, section {name} takes {found:g} s a step and not "
                 f"{allowed[0]} s"
             )
-    [training] = student.on_ranks(1, _run, student.path, limit_seconds=90)
-    if training.problem:
-        raise Mistake(training.problem)
+    [training], recording = on_watched_ranks(student, 1, _run, student.path, global_batch=64)
+    problem = fault_of(recording)
+    if problem is not None:
+        raise Mistake(problem)
     losses = training.losses
     say(f"the loss falls from {losses[0]:.3f} to {losses[-1]:.3f}, and each section is timed")
     return training.seconds["backward"] / training.seconds["forward"]
 
 
 class Training(NamedTuple):
-    """What the student's program did.
+    """What the student's program kept: the loss of each step, the seconds of each section."""
 
-    problem : what is wrong with it; None if nothing is.
-    losses, seconds : of each step, and of each section.
-    """
-
-    problem: str | None
     losses: list[float]
     seconds: dict[str, float]
 
@@ -72,12 +67,10 @@ class Calls(NamedTuple):
     false_seconds: dict[str, float]
 
 
-def _run(_names: Namespace, path: Path) -> Training:
-    """Run the program, and compare its first steps with what they should do."""
-    recording = run_program(path)
-    problem = judge_ranks(recording, global_batch=recording.names["GLOBAL_BATCH"])
-    names = recording.names
-    return Training(problem, list(names["losses"]), dict(names["seconds"]))
+def _run(_names: Namespace, path: Path, records: Path) -> Training:
+    """Run the program, watched."""
+    names = run_program(path, records=records).names
+    return Training(list(names["losses"]), dict(names["seconds"]))
 
 
 def _train_by_false_clock(student: Namespace) -> Calls:

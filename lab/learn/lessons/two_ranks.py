@@ -1,98 +1,71 @@
 """Lesson 2: each rank trains on a share of its own, from the same weights, and nothing is sent."""
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 from unittest.mock import patch
 
-from torch import Tensor
+import numpy as np
 from torch.utils.data import DistributedSampler
 
+from lab.audit.recording import Recording
+from lab.audit.records import Weights
 from lab.learn.causes import told
-from lab.learn.program import run_program
+from lab.learn.program import fault_of, kinds_of, on_watched_ranks, run_program
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
-from lab.learn.verdict import judge_ranks
 
 _SAMPLES = 1797
 _EPOCHS = 3
 _GLOBAL_BATCH = 64
 _SIZES = (3, 5, 2)  # the last is the question's
+Ranks = Sequence[list[list[int]]]  # by rank and epoch, the samples in their order
 
 
 def check(student: StudentFile, say: Say) -> float:
     """Check lesson 2; return the percentage of the samples that rank 0 of 2 sees in 3 epochs."""
     for size in _SIZES:
-        ranks = student.on_ranks(size, _train_noted, student.path, limit_seconds=90)
-        problem = _problem(ranks) or ranks[0].problem
+        epochs, recording = on_watched_ranks(
+            student, size, _train_noted, student.path, global_batch=_GLOBAL_BATCH
+        )
+        problem = _problem(epochs, recording)
         if problem:
             raise Mistake(problem)
         say(
             f"on {size} ranks all {_SAMPLES:,} samples are shared out in each of {_EPOCHS} epochs, "
             "and each rank takes its share in a new order"
         )
-    ends = tuple(rank.end for rank in ranks)
-    say(f"equal at first, the ranks' weights end with the sums {ends}: no rank has sent anything")
-    seen = set().union(*ranks[0].epochs)
+    say("the ranks' weights, equal at first, end apart: no rank has sent anything")
+    seen = set().union(*epochs[0])
     return 100 * len(seen) / _SAMPLES
 
 
-class RankTraining(NamedTuple):
-    """What a rank's training did.
-
-    epochs : the samples of each, in their order.
-    start, end : the sums of all weights.
-    kinds : of all that it sent.
-    problem : what else is wrong, on any rank.
-    """
-
-    epochs: list[list[int]]
-    steps: int
-    start: float
-    end: float
-    kinds: set[str]
-    problem: str | None
-
-
-def _problem(ranks: Sequence[RankTraining]) -> str | None:
+def _problem(ranks: Ranks, recording: Recording) -> str | None:
     """Return what is wrong with the ranks' samples, steps and weights; None if nothing is."""
     size = len(ranks)
-    if not any(rank.epochs for rank in ranks) or not ranks[0].steps:
-        return ranks[0].problem or (
+    if not any(ranks):
+        return fault_of(recording, averages=False) or (
             f"on {size} ranks no DistributedSampler gives out samples: pass one to DataLoader, as "
             "sampler"
         )
-    problem = _wrong_shares(ranks) or _wrong_order(ranks)
+    problem = _wrong_shares(ranks) or _wrong_order(ranks) or fault_of(recording, averages=False)
     if problem:
         return problem
-    rank_samples = math.ceil(_SAMPLES / size)
-    rank_batch = _GLOBAL_BATCH // size
-    wanted = _EPOCHS * math.ceil(rank_samples / rank_batch)
-    for number, rank in enumerate(ranks):
-        if rank.steps != wanted:
+    starts = [rank.numbers(rank.of(Weights)[0].values) for rank in recording.ranks]
+    for number, start in enumerate(starts):
+        if not np.array_equal(start, starts[0]):
             return told(
-                "wrong-global-batch",
-                "the global batch is wrong",
-                f"{_EPOCHS} epochs take {rank.steps} steps on {size} ranks, but {wanted} with a "
-                f"global batch of {_GLOBAL_BATCH} (seen on rank {number})",
-                "A rank's batch is its share of that.",
+                "different-start",
+                "the ranks start from different weights",
+                f"on {size} ranks, rank {number}'s first weights are not rank 0's",
+                "Seed all alike.",
             )
-    starts = tuple(rank.start for rank in ranks)
-    if len(set(starts)) > 1:
-        return told(
-            "different-start",
-            "the ranks start from different weights",
-            f"the ranks' weights begin with the sums {starts}",
-            "Seed all alike.",
-        )
-    return _messages(ranks)
+    return _messages(recording)
 
 
-def _wrong_shares(ranks: Sequence[RankTraining]) -> str | None:
+def _wrong_shares(ranks: Ranks) -> str | None:
     """Say in which epoch the ranks' shares are not all samples, each once."""
     size = len(ranks)
     for epoch in range(_EPOCHS):
-        drawn = [sample for rank in ranks for share in rank.epochs[epoch:][:1] for sample in share]
+        drawn = [sample for rank in ranks for share in rank[epoch:][:1] for sample in share]
         different = len(set(drawn))
         if different == _SAMPLES and len(drawn) < _SAMPLES + size:
             continue
@@ -109,11 +82,11 @@ def _wrong_shares(ranks: Sequence[RankTraining]) -> str | None:
     return None
 
 
-def _wrong_order(ranks: Sequence[RankTraining]) -> str | None:
+def _wrong_order(ranks: Ranks) -> str | None:
     """Say which rank has an epoch's order again."""
     for number, rank in enumerate(ranks):
-        for epoch, order in enumerate(rank.epochs):
-            earlier = rank.epochs[:epoch]
+        for epoch, order in enumerate(rank):
+            earlier = rank[:epoch]
             if order in earlier:
                 return told(
                     "same-order",
@@ -126,19 +99,19 @@ def _wrong_order(ranks: Sequence[RankTraining]) -> str | None:
     return None
 
 
-def _messages(ranks: Sequence[RankTraining]) -> str | None:
+def _messages(recording: Recording) -> str | None:
     """Say which rank has sent anything; here none does."""
-    for number, rank in enumerate(ranks):
-        if rank.kinds:
+    for number, kinds in enumerate(kinds_of(recording)):
+        if kinds:
             return (
-                f"on {len(ranks)} ranks, rank {number} calls {', '.join(sorted(rank.kinds))}. The "
+                f"on {recording.size} ranks, rank {number} calls {', '.join(sorted(kinds))}. The "
                 "ranks of this lesson send nothing; lesson 3 averages"
             )
     return None
 
 
-def _train_noted(_names: Namespace, path: Path) -> RankTraining:
-    """Run the program, and note the samples of each epoch."""
+def _train_noted(_names: Namespace, path: Path, records: Path) -> list[list[int]]:
+    """Run the program, and return the samples of each epoch in their order."""
     begun: list[list[int]] = []
     complete: list[list[int]] = []  # not one that was left early, as to look at a batch
     samples_of = DistributedSampler.__iter__
@@ -150,16 +123,5 @@ def _train_noted(_names: Namespace, path: Path) -> RankTraining:
         complete.append(order)
 
     with patch.object(DistributedSampler, "__iter__", noted):
-        recording = run_program(path)
-    problem = judge_ranks(recording, global_batch=_GLOBAL_BATCH, averages=False)
-    start = end = 0.0
-    if recording.steps and recording.end is not None:
-        start = _sum(recording.steps[0].start)
-        end = _sum(recording.end)
-    epochs = complete or begun
-    return RankTraining(epochs, recording.updates, start, end, recording.kinds, problem)
-
-
-def _sum(weights: Tensor) -> float:
-    """Return the sum of all weights."""
-    return round(float(weights.double().sum()), 4)
+        run_program(path, records=records)
+    return complete or begun

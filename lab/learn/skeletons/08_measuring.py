@@ -39,7 +39,7 @@ ANSWERS = {
     # Unshaped, on one machine, 4 ranks all-reduce 36.92 MB in 0.15 s. A link of which rate in
     # Gbit/s would be as fast? A ring sends 2(N-1)/N of the bytes over each link.
     "a": ...,
-    # 40 steps, then 13 % of 10,000 test images are right: the share varies by sqrt(p(1-p)/n). By
+    # 40 steps, then 11.6 % of 10,000 test images are right: the share varies by sqrt(p(1-p)/n). By
     # how many percentage points must two such scripts differ to be told apart in 95 %? The
     # difference of two varies sqrt(2) times as much, and 95 % is 1.96 times that.
     "b": ...,

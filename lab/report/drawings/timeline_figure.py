@@ -25,7 +25,7 @@ from lab.plot_style import (
     section_style,
     title,
 )
-from lab.report.timeline import Span, backward_end, label, lanes, sync_parts
+from lab.report.timeline import Span, backward_end, label, lanes, length, sync_parts, union
 
 Look = dict[str, Any]
 _LANE = 0.55  # height of a row of messages, where a row of sections has 1
@@ -38,6 +38,7 @@ _KINDS: tuple[Look, ...] = (
     {"facecolor": PAPER, "hatch": "//////"},
     {"facecolor": PAPER, "hatch": "....."},
 )
+_GAPS = 0.05  # of the exchange: less computing between messages is not drawn apart
 _LONG_LABEL = 30  # characters, such as "message: broadcast inside a node"
 _EDGE: Look = {"edgecolor": INK, "linewidth": 0.4}
 
@@ -52,9 +53,13 @@ class Row:
 
     @cached_property
     def spans(self) -> dict[str, list[Span]]:
-        """The sections, with the two parts of "sync"."""
+        """The sections, with the parts of "sync"; gaps of little weight between messages join."""
         sections: dict[str, list[Span]] = dict(self.rank.sections.items())
-        return sections | sync_parts(self.group, self.rank)
+        parts = sync_parts(self.group, self.rank)
+        exchange = union([*parts["wire"], *parts["own"]])
+        if length(parts["own"]) < _GAPS * length(exchange):
+            parts |= {"wire": exchange, "own": []}
+        return sections | parts
 
     @cached_property
     def lanes(self) -> list[list[SentMessage]]:

@@ -180,5 +180,7 @@ def test_a_right_script_to_compare_with_runs_in_place_of_the_audited_one(tmp_pat
     assert "train.py:" in rates["here_at"]
     assert "right_ddp.py:" in rates["there_at"]
     assert found.keys() <= {"learning rate", "change of the weights in a step"}
-    assert "learning rate:\nhere  0.5, at train.py:" in (tmp_path / "a.html").read_text()
+    assert (
+        "learning rate, on 2 ranks:\nhere  0.5, at train.py:" in (tmp_path / "a.html").read_text()
+    )
     assert [run.size for run in kept_recordings(tmp_path / "kept/like")] == [2]

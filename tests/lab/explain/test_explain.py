@@ -423,6 +423,63 @@ def test_standard_input_an_empty_log_and_a_missing_one(tmp_path, capsys):
     assert re.match(error, capsys.readouterr().err)
 
 
+def test_of_a_folder_the_logs_are_read_at_any_depth_and_no_checkpoint(tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "attempt_0" / "1").mkdir(parents=True)
+    (run / "attempt_0" / "1" / "stderr.log").write_text("KeyError: 'lr'\n")
+    (run / "rank0.txt").write_text("RuntimeError: [pair.cc:561] Connection closed by peer [::1]\n")
+    (run / "model.pt").write_text("MemoryError\n")
+    (run / "model.pt").chmod(0)
+    first, then = diagnose(read_logs([str(run)]))
+    assert (first.type, first.ranks, then.ranks) == ("KeyError", {1}, {0})
+    (tmp_path / "empty").mkdir()
+    assert main(["explain", str(tmp_path / "empty")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
+PEER = "RuntimeError: [pair.cc:561] Connection closed by peer [::1]"
+
+
+@pytest.mark.parametrize(
+    ("log", "certainty"),
+    [
+        ("[rank1]: KeyError: 'lr'\n", "certain"),
+        (f"[rank1]: KeyError: 'lr'\n[rank0]: {PEER}\n", "certain"),
+        ("[rank0]: KeyError: 'lr'\n[rank1]: KeyError: 'lr'\n", "certain"),
+        # Two ranks meet the same error in other words.
+        (
+            "[rank0]: RuntimeError: CUDA out of memory. Tried 2 MiB\n"
+            "[rank1]: RuntimeError: CUDA out of memory. Tried 4 MiB\n",
+            "certain",
+        ),
+        ("[rank0]: KeyError: 'lr'\n[rank1]: KeyError: 'rate'\n", "likely"),
+        (f"[rank1]: KeyError: 'lr'\n{OOM}", "likely"),
+        ("[rank1]: KeyError: 'lr'\nrank 0 was killed by SIGKILL: it said\n", "likely"),
+    ],
+)
+def test_a_failure_is_certain_only_if_nothing_else_could_have_begun(log, certainty):
+    first = failures(log)[0]
+    assert (first.type in ("KeyError", "RuntimeError"), first.certainty) == (True, certainty)
+
+
+def test_a_consequence_shows_an_earlier_line_that_looks_like_an_error():
+    error = "ERROR: shard 7 has no labels"
+    (first,) = failures(f"{error}\n[rank0]: {PEER}\n")
+    assert (first.role, error in first.reason) == ("reaction", True)
+    for harmless in ("step 3", "ERROR: connection timed out"):
+        (first,) = failures(f"{harmless}\n[rank0]: {PEER}\n{error}\n")
+        assert "may tell" not in first.reason
+
+
+def test_a_line_shows_what_another_one_adds():
+    evicted = "Reason:  Evicted\nMessage:  The node was low on resource: ephemeral-storage.\n"
+    first = failures(evicted)[0]
+    assert "ephemeral-storage" in first.explanation
+    said = "CUDA error: uncorrectable ECC error encountered, and more words about the same"
+    assert not failures(f"[E x.cpp:1] {said}\n  what():  {said}\n")[0].explanation
+
+
 def test_a_files_name_gives_the_rank_and_stands_before_the_line(tmp_path):
     (tmp_path / "rank3.log").write_text("KeyError: 'lr'\n")
     (first,) = diagnose(read_logs([str(tmp_path / "rank3.log")]))

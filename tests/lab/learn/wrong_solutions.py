@@ -108,32 +108,32 @@ LESSON_3 = [
     WrongSolution(
         "after the step",
         3,
-        ("the ranks' weights differ, since the average comes after the step", "own-gradient"),
+        ("own gradient .*before optimizer.step", "own-gradient"),
         edit=(AVERAGE + STEP, STEP + AVERAGE),
     ),
-    WrongSolution("never", 3, ("never averages", "group-unused"), edit=(AVERAGE, "")),
+    WrongSolution("never", 3, ("exchange nothing", "group-unused"), edit=(AVERAGE, "")),
     WrongSolution(
         "another function",
         3,
-        ("never averages", "group-unused"),
+        ("exchange nothing", "group-unused"),
         edit=("train(average_gradients)", "train(lambda model: None)"),
     ),
     WrongSolution(
         "before backward",
         3,
-        ("never averages", "after loss.backward"),
+        ("exchange nothing", "after loss.backward"),
         edit=(BACKWARD + AVERAGE, AVERAGE + BACKWARD),
     ),
     WrongSolution(
         "every other step",
         3,
-        ("in step 2 .* own rank's gradient", "group-unused"),
+        ("step 1: .* own rank's gradient .in 33 of 68 steps", "own-gradient"),
         edit=(AVERAGE, "            len(losses) % 2 or average(model)\n"),
     ),
     WrongSolution(
         "weights in the loop",
         3,
-        ("the weights are averaged in place of the gradients", "weights-averaged"),
+        ("the weights are averaged, not the gradients", "weights-averaged"),
         edit=(AVERAGE + STEP, STEP + WEIGHTS_IN_THE_LOOP),
     ),
     WrongSolution(
@@ -177,16 +177,17 @@ LESSON_3 = [
     WrongSolution(
         "batch",
         3,
-        ("192 samples in all, not 64", "wrong-global-batch"),
+        ("192 samples instead of 64", "wrong-global-batch"),
         edit=("GLOBAL_BATCH // size, sampler", "GLOBAL_BATCH, sampler"),
     ),
     WrongSolution(
         "no zero_grad",
         3,
-        ("several steps add up",),
+        ("was not cleared.*zero_grad", "gradients-pile-up"),
         edit=("            optimizer.zero_grad()\n", ""),
     ),
     WrongSolution("no step", 3, ("weights never change",), edit=(STEP, "")),
+    WrongSolution("two updates", 3, (r"optimizer\.step\(\)",), edit=(STEP, STEP + STEP)),
     WrongSolution(
         "scaled loss",
         3,
@@ -196,7 +197,7 @@ LESSON_3 = [
     WrongSolution(
         "learning rates",
         3,
-        ("the ranks' weights differ: after step 1", "weights-diverge"),
+        ("rank 1: 0.2", "different-learning-rates"),
         edit=("lr=LEARNING_RATE", "lr=LEARNING_RATE * (1 + dist.get_rank())"),
     ),
     WrongSolution(
@@ -268,7 +269,7 @@ LESSON_3 = [
     WrongSolution(
         "epoch on rank 0",
         3,
-        (r"on rank 1, step \d+ has the samples of step 1\.", "same-order"),
+        ("epoch 2: the ranks draw 1,401 different samples", "uneven-coverage"),
         edit=("        loader.sampler.set_epoch", EPOCH_ON_RANK_0),
     ),
     WrongSolution(
@@ -321,7 +322,7 @@ OTHERS = [
     WrongSolution(
         "batch",
         2,
-        ("3 epochs take 30 steps on 3 ranks, but 87", "wrong-global-batch"),
+        ("192 samples instead of 64", "wrong-global-batch"),
         {3: "GLOBAL_BATCH"},
     ),
     *of_lesson(
@@ -344,7 +345,8 @@ OTHERS = [
             ),
             "the last rank's batch": (
                 {3: "GLOBAL_BATCH // size * (1 + rank // (size - 1))"},
-                "global batch.*(192|seen on rank 2)",
+                "different numbers of batches",
+                "different-batch-counts",
             ),
         },
     ),
@@ -382,7 +384,7 @@ OTHERS = [
     WrongSolution(
         "no zero_grad",
         2,
-        ("several steps add up",),
+        ("was not cleared.*zero_grad", "gradients-pile-up"),
         edit=("            optimizer.zero_grad()\n", ""),
     ),
     WrongSolution("no step", 2, ("weights never change",), edit=(STEP, "")),
@@ -452,7 +454,7 @@ OTHERS = [
     WrongSolution(
         "another function",
         5,
-        ("never averages", "group-unused"),
+        ("exchange nothing", "group-unused"),
         edit=('["train"](average_gradients)', '["train"](lambda model: None)'),
     ),
     *of_lesson(

@@ -127,7 +127,7 @@ def test_the_answer_has_units_and_says_on_what():
         ("shortest step", "0.284 s [0.278, 0.290]", "ddp on 4 nodes"),
         (
             "exposed communication",
-            "0.034 s (12 % of a step)",
+            "0.034 s (12 %)",
             "mean over the ranks of ddp on 4 nodes",
         ),
         ("slowest over fastest", "1.48 times", "ring over ddp"),

@@ -10,6 +10,7 @@ from lab.cli import main
 from lab.compare import reporting
 from lab.comparison.record import read_comparison
 from lab.report import html
+from lab.report.view import blocks
 from tests.helpers import ROOT
 
 SHIPPED = ROOT / "reports" / "samples" / "compare-digits-1gbit"
@@ -40,8 +41,8 @@ def test_a_report_has_the_page_with_its_own_steps(tmp_path, linked):
     own = data["measured"][0]
     assert data["begin"] == own["id"] == "my-comparison"
     measured = {point["strategy"]: point["seconds"] for point in own["points"]}
-    cells = read_comparison(SHIPPED / "results.json").cells
-    assert measured == {cell.sync: cell.medians.step for cell in cells if cell.nodes == 4}
+    (block,) = blocks(read_comparison(SHIPPED / "results.json"))
+    assert measured == {row.sync: row.step for row in block.at(4)}, "as the report shows them"
 
 
 def test_a_comparison_on_one_machine_has_a_page_that_says_why_nothing_is_drawn(tmp_path, linked):

@@ -86,5 +86,5 @@ def test_the_priors_that_hold_are_shown(browser, what_if):
         settle(page)
         table = page.locator("#table-priors").inner_text()
         for prior in what_if.data["priors"]:
-            holds = prior["name"].split(".")[0] in ("any", "nccl", "nccl-rdma")
+            holds = prior["name"].split(".")[0] in ("any", "nccl", "nccl-rdma", "nccl-rdma-host")
             assert (prior["source"] in table) == holds

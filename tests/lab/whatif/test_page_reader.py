@@ -39,7 +39,11 @@ def text(page, name):
 def test_the_settings_in_words(phone):
     """Above the answer and on paper; backend and transport are never folded away."""
     choose_preset(phone, "gpus")
-    for name in ("resnet50_imagenet", "8 nodes of 8 ranks", "NCCL over RDMA at 100 Gbit/s"):
+    for name in (
+        "resnet50_imagenet",
+        "8 nodes of 8 ranks",
+        "NCCL over RDMA through the host's memory at 100 Gbit/s",
+    ):
         assert name in text(phone, "settings")
     assert not phone.locator("#c-model").is_visible()
     phone.locator("#c-transport").select_option("tcp-vm")
@@ -139,6 +143,12 @@ def test_a_network_twice_as_fast_is_explained_where_it_is_named(desk):
     desk.locator("#c-focus").select_option("none")
     settle(desk)
     assert not desk.locator("#help-twice").is_visible()
+
+
+def test_the_answer_stands_above_the_controls_on_a_phone(phone):
+    answer, controls = (phone.locator(f"#{name}").bounding_box() for name in ("answer", "controls"))
+    pictures = phone.locator("#pictures").bounding_box()
+    assert answer["y"] + answer["height"] <= controls["y"] < pictures["y"]
 
 
 def test_the_answer_stays_in_sight(phone):

@@ -150,7 +150,7 @@ def test_answers_are_those_of_lab_predict(found):
 
 @needs_node
 def test_what_was_measured_stands_beside_the_answer(found):
-    """2.056 s and 0.541 s in the shipped comparison; nobody measured another answer."""
+    """2.055 s and 0.541 s in the shipped comparison; nobody measured another answer."""
     measured = {name: entry["answer"]["measured"] for name, entry in found.items()}
     assert measured["root-link"] == pytest.approx(3.80, abs=0.005)
     assert [name for name, value in measured.items() if value] == ["root-link"]
