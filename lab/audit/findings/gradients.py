@@ -94,7 +94,8 @@ def _steps_alone(recording: Recording, missing: Sequence[int]) -> Iterator[Findi
 
     missing : the ranks that take no step.
     """
-    if recording.hung or recording.of(Cut) or recording.of(Error):
+    failed = recording.hung or bool(recording.of(Error))
+    if failed or recording.of(Cut):
         return
     stepping = max(recording.ranks, key=lambda rank: len(rank.of(Step)))
     steps = stepping.of(Step)
