@@ -50,7 +50,7 @@ def on_watched_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     global_batch: int,
-    limit_seconds: float = 60.0,
+    limit_seconds: float = 90.0,
 ) -> tuple[list[Any], Recording]:
     """Return what ``StudentFile.on_ranks`` does, and what the probe recorded.
 

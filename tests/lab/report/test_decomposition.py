@@ -1,19 +1,25 @@
 """The steps between strategies add up to the whole difference, also in the sample report."""
 
+import time
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
+from torch import nn
 
+from common.profiling.comm_trace import Timeline
 from common.profiling.records import RankTimeline, SentMessage
 from common.runs import TimelineFile
-from common.sync import STRATEGIES
+from common.sync import STRATEGIES, topk
 from lab.comparison.record import read_comparison
 from lab.report.causes import apart, beside, decomposition, missing, why
 from lab.report.findings import findings, step_parts
-from lab.report.timeline import hidden_seconds
+from lab.report.timeline import hidden_seconds, length, sync_parts, union
 from lab.report.verdict import verdict
 from lab.report.view import blocks, steady, tied
+from tests.helpers import run_ranks
+from tests.helpers.engines import prepared
 from tests.helpers.report_samples import BYTES, cell, on, results, set_times
 
 ROOT = Path(__file__).parents[3]
@@ -239,3 +245,26 @@ def test_training_accuracy_stands_beside_that_of_the_test():
         for run in cells[0].repeats:
             run.train_accuracy = trained
         assert (phrase in said(*cells)) == found, (steps, trained)
+
+
+def searches_slowly(rank):
+    """Train three steps with topk whose search takes 50 ms more, and record the third."""
+    torch.manual_seed(0)
+    search = topk.largest
+    topk.largest = lambda values, count: time.sleep(0.05) or search(values, count)
+    engine = prepared(nn.Linear(10, 3), "topk")
+    engine.timeline = Timeline(3, 3)
+    engine.train_epoch([(torch.randn(2, 10), torch.tensor([0, 1]))] * 3, epoch=1)
+    engine.close()
+    lane = engine.timeline.steps[3]
+    assert [message.kind for message in lane.messages] == ["all_gather", "all_gather"]
+    parts = sync_parts([lane], lane)
+    assert length(parts["own"]) >= 0.05
+    under_way = length(union((message.begin, message.end) for message in lane.messages))
+    assert length(parts["wire"]) == pytest.approx(under_way)
+    whole = length(parts["own"]) + length(parts["wire"])
+    assert whole == pytest.approx(length(lane.sections["sync"]))
+
+
+def test_real_ranks_that_compress_compute_between_their_messages():
+    run_ranks(2, searches_slowly)
