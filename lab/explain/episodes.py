@@ -17,6 +17,7 @@ _MOST_LINES = 4000  # of a traceback, with the lines of other streams between
 _MOST_MESSAGE = 16  # lines
 _NEAR = 300  # lines, within which a traceback or a message goes on
 _HEADER = re.compile(r"Traceback \(most recent call last\)")
+_PASSED_ON = re.compile(rf"{_HEADER.pattern}: \(RANK (\d{{1,6}})\)")  # of another rank
 _FRAME = re.compile(
     r'(?P<indent>\s*)(?:File "(?P<file>[^"]{1,500})", line (?P<line>\d{1,9})(?:, in (?P<name>.*))?'
     r"|(?:File )?(?P<cell>Cell In\[\d+\]|[^\s:]{1,300}\.py)[:,](?: line )?(?P<row>\d{1,9})"
@@ -332,7 +333,8 @@ def _exception(episode: Episode, text: str, taken: set[int]) -> Episode:
 
 def _read_heading(episode: Episode) -> None:
     """Read whose an exception is; the lines before it may tell that, and what it means."""
-    episode.ranks = ranks_of(episode.line.rank)
+    passed_on = _PASSED_ON.search(episode.log.text(episode.begin))
+    episode.ranks = ranks_of(passed_on and passed_on[1], episode.line.rank)
     for place in range(max(0, episode.begin - 3), episode.begin):
         line = episode.log.line(place)
         if heading := _HEADING.match(line.body):
