@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from lab.audit import probe
-from lab.audit.findings import run_checks
+from lab.audit.findings import Checked, run_checks
 from lab.audit.findings.finding import FAULT
+from lab.audit.findings.weights import Replicas
 from lab.audit.recording import Recording, RecordReader
-from lab.audit.records import Backward, CollectiveCall, Group, Step
+from lab.audit.records import Backward, CollectiveCall, Group, Step, Weights
 from lab.evidence import near
 from lab.learn.causes import told
 from lab.learn.student_file import Namespace, StudentFile
@@ -33,6 +35,13 @@ from lab.learn.student_file import Namespace, StudentFile
 # What ranks that do not average can do right, see lab/audit/findings/properties.py.
 _WITHOUT_AVERAGE = ("samples", "coverage", "order", "batches", "updates", "global batch")
 _BETWEEN = "Average in each step, after loss.backward() and before optimizer.step()."
+# What must be seen of ranks that average.
+_NEEDED = ("gradients", "updates", "weights")
+_ROUNDED = 1e-6  # of weights in float32
+_ALONE = (
+    "Between backward() and step() the average alone changes the gradients, and step() alone "
+    "changes the weights."
+)
 # What a lesson advises where the catalogue's cure speaks of DistributedDataParallel.
 _CURES = {"group-unused": _BETWEEN, "own-gradient": f"{_BETWEEN} Leave the mean in parameter.grad."}
 
@@ -110,13 +119,56 @@ def fault_of(recording: Recording, *, averages: bool = True) -> str | None:
     problem = _does_not_train(recording)
     if problem is not None:
         return problem
-    for finding in run_checks([recording]).findings:
+    checked = run_checks([recording])
+    for finding in checked.findings:
         entry = finding.entry
         if entry.severity == FAULT and (averages or entry.broken in _WITHOUT_AVERAGE):
             title = f"{entry.title[0].lower()}{entry.title[1:]}"
             evidence = finding.evidence[0].replace(": ", ", ", 1)
             return told(finding.name, title, evidence, _CURES.get(finding.name))
-    return _other_steps(recording)
+    if not averages:
+        return _other_steps(recording)
+    return _not_seen(recording, checked) or _other_steps(recording) or _other_updates(recording)
+
+
+def _not_seen(recording: Recording, checked: Checked) -> str | None:
+    """Say what the audit could not look at, though ranks that average need it."""
+    for row in checked.properties:
+        if recording.size > 1 and row.state == "not seen" and row.name in _NEEDED:
+            return f"{row.said[0]}. {_ALONE}"
+    return None
+
+
+def _other_updates(recording: Recording) -> str | None:
+    """Say after which step the weights are not what SGD makes of the gradients that it gets."""
+    updates = 0
+    replicas = Replicas(recording, recording.ranks[0].of(Step)[0].optimizer_number)
+    for step, records in replicas.steps.items():
+        rate = _plain_rate(records[0])
+        if rate is None:
+            return (
+                f"the optimizer is {records[0].optimizer} with settings, and not this lesson's SGD"
+            )
+        if not {step, step + 1} <= replicas.weights.keys() or step not in replicas.got:
+            continue
+        updates += 1
+        before = replicas.weights[step]
+        update = rate * replicas.got[step]
+        off = np.linalg.norm(replicas.weights[step + 1] - (before - update))
+        if off > _ROUNDED * np.linalg.norm(before) + 1e-3 * np.linalg.norm(update):
+            return (
+                f"after step {step + 1} the weights are not what optimizer.step() makes of the "
+                f"gradients, by {off / np.linalg.norm(before):.1e} of their norm. {_ALONE}"
+            )
+    return None if updates else "no weights before and after an update were seen"
+
+
+def _plain_rate(step: Step) -> float | None:
+    """Return the learning rate of SGD without momentum or weight decay; None of others."""
+    changes = ("momentum", "weight_decay", "maximize")
+    if step.optimizer != "SGD" or len(step.lr) != 1 or any(map(step.settings.get, changes)):
+        return None
+    return step.lr[0]
 
 
 def _does_not_train(recording: Recording) -> str | None:
@@ -130,6 +182,12 @@ def _does_not_train(recording: Recording) -> str | None:
             return "the weights never change: call optimizer.step() in each step"
         if not any(backward.optimizers for backward in process.of(Backward)):
             return "the optimizer gets other parameters than those of the model that computes"
+        weights = [process.numbers(record.values) for record in process.of(Weights)]
+        if len(weights) > 1 and all(np.array_equal(weights[0], after) for after in weights):
+            return (
+                f"rank {process.rank}'s weights never change: does zero_grad() come after "
+                "backward() and before step()? Call it before backward()"
+            )
     return None
 
 

@@ -31,6 +31,11 @@ def of_lesson(number, table):
 
 AVERAGE = "            average(model)  # new in lesson 3\n"
 BACKWARD = "            loss.backward()\n"
+SHRINK = (
+    "            with torch.no_grad():\n"
+    "                for p in model.parameters():\n"
+    "                    p.mul_(0.999)\n"
+)
 STEP = "            optimizer.step()\n"
 LOSS_LINE = "            loss = nn.functional.cross_entropy(model(images), labels)\n"
 LOSS = "cross_entropy(model(images), labels)"
@@ -187,6 +192,18 @@ LESSON_3 = [
         edit=("            optimizer.zero_grad()\n", ""),
     ),
     WrongSolution("no step", 3, ("weights never change",), edit=(STEP, "")),
+    WrongSolution(
+        "weights shrunk",
+        3,
+        ("after step 1 the weights are not what",),
+        edit=(STEP, STEP + SHRINK),
+    ),
+    WrongSolution(
+        "gradients cleared again",
+        3,
+        ("not a weighted sum", "average alone"),
+        edit=(STEP, "            next(model.parameters()).grad.zero_()\n" + STEP),
+    ),
     WrongSolution("two updates", 3, (r"optimizer\.step\(\)",), edit=(STEP, STEP + STEP)),
     WrongSolution(
         "scaled loss",
@@ -726,7 +743,7 @@ LATER = [
     WrongSolution(
         "cleared before the step",
         2,
-        ("rank 0's optimizer gets zeros", "zero_grad"),
+        ("rank 0's weights never change", "zero_grad"),
         edit=(
             "optimizer.zero_grad()\n            loss.backward()",
             "loss.backward()\n            optimizer.zero_grad()",
