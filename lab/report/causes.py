@@ -382,8 +382,7 @@ def _threads(row: CellRow) -> str:
 
 def load(row: CellRow) -> float:
     """Return the largest load per core at the end of a cell's runs; 0 if none is known."""
-    loads = [run.load_per_core for run in row.runs if run.load_per_core is not None]
-    return max(loads, default=0.0)
+    return max(row.recorded("load_per_core"), default=0.0)
 
 
 def leaving(row: CellRow) -> str:

@@ -463,7 +463,7 @@ def _shares_text(shares: Mapping[str, float], *, equal: float, every: bool) -> s
 
 def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
     """Compare the accuracies on the test images; near chance they show nothing."""
-    reached = {row: values for row in rows if (values := _accuracies(row))}
+    reached = {row: values for row in rows if (values := row.recorded("test_accuracy"))}
     evidence = "; ".join(f"{row.sync} {_spread(values)}" for row, values in reached.items())
     classes = block.settings.num_classes
     if classes is None and block.settings.dataset in DATASETS:
@@ -495,8 +495,8 @@ def _beside_training(rows: Iterable[CellRow]) -> Found:
     """Say why accuracies of training and test differ after few steps."""
     apart = []
     for row in rows:
-        trained = row.train_accuracy
-        tested = row.test_accuracy
+        trained = row.mean("train_accuracy")
+        tested = row.mean("test_accuracy")
         few = max(step for run in row.runs for step, _ in run.losses or [(0, None)]) <= _FEW_STEPS
         if trained is not None and tested is not None and few and trained - tested > _APART:
             apart.append(f"{row.sync} {percent(trained, 1)} and {percent(tested, 1)}")
@@ -557,11 +557,6 @@ def _of(rows: Rows) -> str:
     return f" of {listed(_syncs(rows))}" if rows[0].nodes > 1 else ""
 
 
-def _accuracies(row: CellRow) -> list[float]:
-    """Return the accuracy of each run that has one."""
-    return [run.test_accuracy for run in row.runs if run.test_accuracy is not None]
-
-
 def _between(values: Sequence[float]) -> str:
     low = percent(min(values), 1)
     high = percent(max(values), 1)
@@ -586,8 +581,8 @@ def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
 def _time_to(target: float, row: CellRow) -> ReportFinding:
     """Say how many of a cell's runs reached the accuracy, and after how much training."""
     tried = len(row.runs)
-    times = [run.seconds_to_accuracy for run in row.runs if run.seconds_to_accuracy is not None]
-    steps = [run.steps_to_accuracy for run in row.runs if run.steps_to_accuracy is not None]
+    times = row.recorded("seconds_to_accuracy")
+    steps = row.recorded("steps_to_accuracy")
     who = row.sync if row.nodes > 1 else "a run"
     if not times:
         return ReportFinding(

@@ -237,7 +237,7 @@ def _times(row: CellRow) -> dict[str, Any]:
         "step_seconds_high95": high,
         **{f"{name}_seconds": medians.get(name) for name in _SECTIONS},
         "own_work_seconds": row.own_work,
-        "mean_iteration_seconds": row.mean_iteration,
+        "mean_iteration_seconds": row.mean("mean_iteration_seconds"),
     }
 
 
@@ -282,9 +282,9 @@ def _predicted(row: CellRow) -> dict[str, Any]:
 def _learned(row: CellRow) -> dict[str, float | None]:
     return {
         "last_train_loss": row.last_loss,
-        "train_accuracy_ratio": row.train_accuracy,
-        "test_accuracy_ratio": row.test_accuracy,
-        "test_loss": row.test_loss,
+        "train_accuracy_ratio": row.mean("train_accuracy"),
+        "test_accuracy_ratio": row.mean("test_accuracy"),
+        "test_loss": row.mean("test_loss"),
     }
 
 

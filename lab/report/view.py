@@ -120,15 +120,21 @@ class CellRow:
             return 0.0
         return fmean(steps_of(self.cell) or [self.cell.medians.step])
 
-    @property
-    def _iterations(self) -> list[float]:
-        return _known(run.mean_iteration_seconds for run in self.runs)
+    def recorded(self, name: str) -> list[float]:
+        """Return ``name`` of each successful repeat that recorded it."""
+        values = [getattr(run, name) for run in self.runs]
+        return [value for value in values if value is not None]
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of ``name`` over the repeats that recorded it, if any did."""
+        recorded = self.recorded(name)
+        return fmean(recorded) if recorded else None
 
     @cached_property
     def seconds(self) -> float:
         """The time that is compared: of an iteration, or of a step."""
         if self.by_iterations:
-            return self.mean_iteration or 0.0
+            return self.mean("mean_iteration_seconds") or 0.0
         return self.step
 
     def interval(self, name: str) -> Interval | None:
@@ -142,7 +148,7 @@ class CellRow:
         if name == "step":
             low, high = interval(steps_of(self.cell))
         elif name == "iteration":
-            low, high = interval(self._iterations)
+            low, high = interval(self.recorded("mean_iteration_seconds"))
         if low is None or high is None:
             return None
         return low, high
@@ -204,30 +210,11 @@ class CellRow:
         return None if self.speedup is None else self.speedup / self.ranks
 
     @property
-    def mean_iteration(self) -> float | None:
-        """The mean time of an iteration without the first; the mean over the repeats."""
-        return _mean_of_known(self._iterations)
-
-    @property
-    def train_accuracy(self) -> float | None:
-        """The accuracy of the last step's batch, the mean over the repeats that have one."""
-        return _mean_of_known(run.train_accuracy for run in self.runs)
-
-    @property
     def last_loss(self) -> float | None:
         """The training loss of the last step; the median over the repeats."""
-        known = _known(run.losses[-1][1] for run in self.runs if run.losses)
+        last = [run.losses[-1][1] for run in self.runs if run.losses]
+        known = [loss for loss in last if loss is not None]
         return median(known) if known else None
-
-    @property
-    def test_accuracy(self) -> float | None:
-        """The mean accuracy on the test images over the repeats that have one."""
-        return _mean_of_known(run.test_accuracy for run in self.runs)
-
-    @property
-    def test_loss(self) -> float | None:
-        """The mean loss on the test images over the repeats that have one."""
-        return _mean_of_known(run.test_loss for run in self.runs)
 
     @property
     def error(self) -> float | None:
@@ -344,15 +331,6 @@ def tied(rows: Rows) -> list[CellRow]:
         if row is not best and ends and own and own[0] <= ends[1]:
             found.append(row)
     return found
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _mean_of_known(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return fmean(known) if known else None
 
 
 def _largest(memories: Iterable[Memory | None]) -> Memory:
