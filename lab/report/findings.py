@@ -180,7 +180,7 @@ def _what_is_wrong(rows: Rows) -> Found:
             EQUAL,
             f" {row.sync} claims to be exact, but does not give every rank the mean gradient: in "
             f"step {seen.step} {found.sentence}. {found.cure}",
-            f"{found.finding}; {seen.evidence.rows}; residue {small_text(seen.residue)}",
+            f"{found.finding}; {seen.evidence.rows}; residue {small_text(seen.evidence.residue)}",
             wrong=True,
         )
     for row in rows:
@@ -212,7 +212,9 @@ def _what_is_right(right: Mapping[str, Seen], *, of: int) -> ReportFinding:
     who = listed(right)
     if len(right) == of > 2:
         who = f"all {of} strategies that claim to be exact"
-    each = [f"{sync} {small_text(seen.residue)} (step {seen.step})" for sync, seen in right.items()]
+    each = []
+    for sync, seen in right.items():
+        each.append(f"{sync} {small_text(seen.evidence.residue)} (step {seen.step})")
     return ReportFinding(
         EQUAL,
         f" with {who} every rank's optimiser got the mean of all ranks' gradients in the first "
