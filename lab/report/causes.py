@@ -104,8 +104,8 @@ class Gap:
     """The difference between the times of two cells on the same number of nodes.
 
     seconds : by which ``slower`` takes longer; negative in a chain that passes an even slower one.
-    ``communication``, of which ``waiting`` and ``own_work`` are parts, and ``compute`` are shares
-    of the difference.
+    ``communication``, of which ``waiting`` and ``own_work`` are parts, is a share of the
+    difference; the rest is compute.
     """
 
     faster: CellRow
@@ -145,10 +145,6 @@ class Gap:
         if slower is None or faster is None:
             return 0.0
         return self._share(slower - faster)
-
-    @property
-    def compute(self) -> float:
-        return 1 - self.communication
 
     def _share(self, seconds: float) -> float:
         return seconds / self.seconds if self.seconds else 0.0
@@ -255,14 +251,9 @@ def reasons(rows: Rows) -> list[str]:
     whole = Gap(faster=steps[-1].faster, slower=steps[0].slower)
     lines = [f"{difference(whole)}, in {len(steps)} steps that add up to it:"]
     for gap in sorted(steps, key=attrgetter("seconds"), reverse=True):
-        lines.append(reason(gap, whole))
+        share = percent(gap.seconds / whole.seconds)
+        lines.append(f"{share}: {difference(gap)}. {why(_in_order(gap.slower, gap.faster))}")
     return lines
-
-
-def reason(gap: Gap, whole: Gap) -> str:
-    """Say how much of a whole difference a step is, and what makes it."""
-    share = percent(gap.seconds / whole.seconds)
-    return f"{share}: {difference(gap)}. {why(_in_order(gap.slower, gap.faster))}"
 
 
 def difference(gap: Gap) -> str:
@@ -285,21 +276,17 @@ def compared(faster: CellRow, slower: CellRow) -> str:
 
 def why(gap: Gap) -> str:
     """Say what makes the difference, as far as the two cells show it."""
+    sent = f"messages {messages(gap.faster)} and those {messages(gap.slower)}."
     if gap.uncertain:
-        return (
-            f"The difference lies within the noise. The messages {messages(gap.faster)} and those "
-            f"{messages(gap.slower)}."
-        )
+        return f"The difference lies within the noise. The {sent}"
     if gap.by_messages:
-        text = (
-            f"{_what_differs(gap)}Why: the messages {messages(gap.faster)} and those "
-            f"{messages(gap.slower)}. Communication is {_of_it(gap.communication)} of the "
-            "difference."
-        )
+        share = _of_it(gap.communication)
+        text = f"{_what_differs(gap)}Why: the {sent} Communication is {share} of the difference."
         if "content" in gap.apart and None in (gap.faster.own_work, gap.slower.own_work):
             text += " What the strategies compute for it is not separated: no step was recorded."
         return text
-    return f"{_not_the_messages(gap)} {_exposed(gap)}"
+    exposed = _each(gap, gap.faster.medians.sync, gap.slower.medians.sync)
+    return f"{_not_the_messages(gap)} Exposed communication, the strategy's own part, is {exposed}."
 
 
 _LABELS = {"way": "gradients go ", "leave": "messages "}
@@ -335,12 +322,18 @@ def _not_the_messages(gap: Gap) -> str:
             f"{slower.sync} {_threads(slower)}: their compute cannot be compared."
         )
     if gap.communication < _HALF:
-        return f"{_of_it(gap.compute, first=True)} of the difference is compute: {_compute(gap)}."
+        text = (
+            f"{_of_it(1 - gap.communication, first=True)} of the difference is compute: the "
+            f"machine's noise, or what {slower.sync} does within backward, such as copying"
+        )
+        if leaving(slower) != MessagePlan.leave:
+            text += f"; its messages {leaving(slower)} and share the cores with it"
+        return f"{text}."
     if gap.own_work >= _HALF:
         return (
             f"{_of_it(gap.own_work, first=True)} of the difference is what the strategies compute "
             "between their messages, as compressing, adding and copying: "
-            f"{_own_work(gap.faster)}, {_own_work(slower)}."
+            f"{_each(gap, gap.faster.own_work, slower.own_work)}."
         )
     if load(gap.faster) > BUSY or load(slower) > BUSY:
         return "The machine was not equally busy, so the difference does not show the strategies."
@@ -350,23 +343,11 @@ def _not_the_messages(gap: Gap) -> str:
     )
 
 
-def _own_work(row: CellRow) -> str:
-    return f"{seconds_text(row.own_work or 0.0, row.step)} s with {row.sync}"
-
-
-def _compute(gap: Gap) -> str:
-    """Say what compute that takes longer shows: not the messages, unless they share the cores."""
-    sync = gap.slower.sync
-    text = f"the machine's noise, or what {sync} does within backward, such as copying"
-    if leaving(gap.slower) != MessagePlan.leave:
-        text += f"; its messages {leaving(gap.slower)} and share the cores with it"
-    return text
-
-
-def _exposed(gap: Gap) -> str:
-    rows = (gap.faster, gap.slower)
-    texts = [f"{seconds_text(row.medians.sync, row.step)} s with {row.sync}" for row in rows]
-    return f"Exposed communication, the strategy's own part, is {texts[0]} and {texts[1]}."
+def _each(gap: Gap, faster: float | None, slower: float | None) -> str:
+    """Return these seconds of both strategies."""
+    short = seconds_text(faster or 0.0, gap.faster.step)
+    long = seconds_text(slower or 0.0, gap.slower.step)
+    return f"{short} s with {gap.faster.sync} and {long} s with {gap.slower.sync}"
 
 
 def _of_it(share: float, *, first: bool = False) -> str:

@@ -9,6 +9,7 @@ or tied?".
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from statistics import fmean, median
@@ -150,6 +151,16 @@ def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
     return [f"{name} {percent(share, digits)}" for name, share in shares.items()]
 
 
+def _range(values: Sequence[float], text: Callable[[float], str]) -> str:
+    """Return the smallest and the largest of some values as texts, or the only one."""
+    low = text(min(values))
+    high = text(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+_tenths = partial(percent, digits=1)
+
+
 # --- do all ranks get the mean gradient ---
 
 
@@ -265,7 +276,8 @@ def _speed_of_several(rows: Rows) -> str:
     if not others:
         return f"{named(best)} is fastest: {shortest} s {a_step(best)}{ratio}"
     names = strategies([named(row) for row in (best, *others)], of=len(rows))
-    between = _range([row.seconds for row in (best, *others)], best.step)
+    seconds = [row.seconds for row in (best, *others)]
+    between = _range(seconds, partial(seconds_text, scale=best.step))
     between = f"({between} s {a_step(best)}; their 95 % intervals overlap"
     if noise := list(filter(attrgetter("noisy"), (best, *others))):
         between += f"; the repeats of {listed(_syncs(noise))} differ too much"
@@ -318,23 +330,16 @@ def _why_slower(rows: Rows) -> str:
     for row in rows:
         compute.append(row.step - row.medians.sync)
         exposed.append(row.medians.sync)
+    text_of = partial(seconds_text, scale=one.step)
     text = (
-        f"Of a step, compute takes {_range(compute, one.step)} s, with one {first.alone} "
-        f"{seconds_text(alone, one.step)} s; exposed communication takes "
-        f"{_range(exposed, one.step)} s."
+        f"Of a step, compute takes {_range(compute, text_of)} s, with one {first.alone} "
+        f"{text_of(alone)} s; exposed communication takes {_range(exposed, text_of)} s."
     )
     if any(row.cell.oversubscribed for row in rows):
         text += " The ranks share cores: they compute in turns."
     elif first.place == "rank" and first.cell.rate is None:
         text += " The ranks are on one machine: they share its cores, and memory is their network."
     return text
-
-
-def _range(values: Sequence[float], scale: float) -> str:
-    """Return the smallest and the largest of some seconds, or the only one."""
-    low = seconds_text(min(values), scale)
-    high = seconds_text(max(values), scale)
-    return low if low == high else f"{low} to {high}"
 
 
 def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
@@ -538,7 +543,7 @@ def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> 
     values = [value for row in exact for value in reached[row]]
     if not values:
         return
-    text = f" the test accuracy{_of(exact)} is {_between(values)}."
+    text = f" the test accuracy{_of(exact)} is {_range(values, _tenths)}."
     if min(map(len, reached.values())) < 2:
         text += " Each ran once, so small differences show nothing."
     yield ReportFinding("Accuracy", text, evidence)
@@ -549,7 +554,7 @@ def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> 
         yield ReportFinding(
             "Accuracy",
             f" {row.sync}, which does not claim to be exact, reaches {percent(fmean(own), 1)}; "
-            f"the exact strategies {_between(values)}.",
+            f"the exact strategies {_range(values, _tenths)}.",
             f"{row.sync} {_spread(own)}; the exact mean {mean}",
         )
 
@@ -559,17 +564,11 @@ def _of(rows: Rows) -> str:
     return f" of {listed(_syncs(rows))}" if rows[0].nodes > 1 else ""
 
 
-def _between(values: Sequence[float]) -> str:
-    low = percent(min(values), 1)
-    high = percent(max(values), 1)
-    return low if low == high else f"{low} to {high}"
-
-
 def _spread(values: Sequence[float]) -> str:
     mean = percent(fmean(values), 1)
     if len(values) == 1:
         return mean
-    return f"{mean} ({_between(values)}, {len(values)} repeats)"
+    return f"{mean} ({_range(values, _tenths)}, {len(values)} repeats)"
 
 
 def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:

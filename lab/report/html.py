@@ -120,8 +120,8 @@ def _section(
     ``limits``. tables : names of columns by title.
     """
     found = findings(block)
-    rest = [finding for finding in found if not finding.wrong]
-    limits = [finding for finding in rest if finding.caution]
+    rest = grouped((finding.caution, finding) for finding in found if not finding.wrong)
+    limits = rest.get(True, [])
     if not prefix:  # where there are several sections, warnings belong to none of them
         limits = [*(ReportFinding(REACH, warning) for warning in comparison.warnings), *limits]
     lines = tables.lines(block)
@@ -137,7 +137,7 @@ def _section(
         "block": block,
         "verdict": verdict(block, found),
         "wrong": [finding for finding in found if finding.wrong],
-        "topics": grouped((each.topic, each) for each in rest if not each.caution),
+        "topics": grouped((finding.topic, finding) for finding in rest.get(False, [])),
         "limits": limits,
         "tables": shown,
         "lines": lines,

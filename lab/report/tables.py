@@ -225,7 +225,13 @@ def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
         "repeats": len(row.runs),
         "global_batch_size_samples": row.cell.batch_size,
     }
-    return settings | _times(row) | _costs(row) | _predicted(row) | _learned(row)
+    learned = {
+        "last_train_loss": row.last_loss,
+        "train_accuracy_ratio": row.mean("train_accuracy"),
+        "test_accuracy_ratio": row.mean("test_accuracy"),
+        "test_loss": row.mean("test_loss"),
+    }
+    return settings | _times(row) | _costs(row) | _predicted(row) | learned
 
 
 def _times(row: CellRow) -> dict[str, Any]:
@@ -277,15 +283,6 @@ def _predicted(row: CellRow) -> dict[str, Any]:
             "prediction_in_scope": int(row.prediction.in_scope),
         }
     return values
-
-
-def _learned(row: CellRow) -> dict[str, float | None]:
-    return {
-        "last_train_loss": row.last_loss,
-        "train_accuracy_ratio": row.mean("train_accuracy"),
-        "test_accuracy_ratio": row.mean("test_accuracy"),
-        "test_loss": row.mean("test_loss"),
-    }
 
 
 # --- the values that only readable tables have, or write in another way ---

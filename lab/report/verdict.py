@@ -82,10 +82,7 @@ def _where(block: ComparisonGroup, nodes: int) -> str:
     """Return where it was measured: ``On 4 emulated nodes at 1 Gbit/s``."""
     emulated = " emulated" if block.emulated else ""
     link = f" at {link_text(block.rate)}" if block.rate is not None else ""
-    each = ""
-    if block.ranks_per_node > 1:
-        each = f" with {block.ranks_per_node} ranks each"
-    return f"On {nodes}{emulated} {block.place}s{each}{link}"
+    return f"On {nodes}{emulated} {block.place}s{block.each}{link}"
 
 
 def _one_node_alone(best: CellRow) -> str:

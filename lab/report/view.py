@@ -380,12 +380,16 @@ class ComparisonGroup:
         """The number of ranks on each node where there are several nodes."""
         return max((row.cell.ranks_per_node for row in self.rows), default=1)
 
+    @property
+    def each(self) -> str:
+        """What continues a number of several nodes: " with 2 ranks each", or nothing."""
+        return f" with {self.ranks_per_node} ranks each" if self.ranks_per_node > 1 else ""
+
     def size_text(self, nodes: int) -> str:
         """Return a number of nodes for a person: "4 nodes", "4 nodes with 2 ranks each"."""
-        text = count(nodes, self.place)
-        if nodes > 1 and self.ranks_per_node > 1:
-            return f"{text} with {self.ranks_per_node} ranks each"
-        return count(nodes, self.alone) if nodes == 1 else text
+        if nodes == 1:
+            return count(nodes, self.alone)
+        return count(nodes, self.place) + self.each
 
     @property
     def shared_nodes(self) -> list[str]:

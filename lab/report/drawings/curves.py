@@ -131,9 +131,7 @@ def draw_ranks(block: ComparisonGroup, *, narrow: bool) -> Figure:
         height=2.7,
         extra=0.7,
     )
-    places = f"number of {block.place}s"
-    if block.ranks_per_node > 1:
-        places += f" with {block.ranks_per_node} ranks each"
+    places = f"number of {block.place}s{block.each}"
     for sync in block.syncs:
         rows = [row for row in block.measured if row.sync == sync]
         if block.baseline:
