@@ -20,7 +20,7 @@ from common.sync import STRATEGIES, plan_class
 from common.sync.plans.base import MessagePlan
 from lab.predict.variants import split_variant
 from lab.report.timeline import hidden_seconds
-from lab.report.view import CellRow, Interval, Rows, order, seconds_text, steady
+from lab.report.view import CellRow, Interval, Rows, interval_text, order, seconds_text, steady
 
 BUSY = 1.5  # programs for each core; ranks alone make it 1 at most, unless they share cores
 EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
@@ -195,14 +195,20 @@ def _route(start: str, end: str, syncs: Iterable[str]) -> list[str]:
     return way[::-1]
 
 
+def whole(rows: Rows) -> Gap:
+    """Return the whole difference: of the slowest steady one of ``rows`` and the fastest."""
+    in_order = steady(rows)
+    return Gap(faster=in_order[0], slower=in_order[-1])
+
+
 def decomposition(rows: Rows) -> list[Gap]:
     """Return the steps from the slowest steady one of ``rows`` to the fastest, over others.
 
     Their seconds add up to the difference of the two.
     """
+    most = whole(rows)
     named = {row.sync: row for row in steady(rows)}
-    in_order = list(named)
-    way = _route(in_order[-1], in_order[0], named)
+    way = _route(most.slower.sync, most.faster.sync, named)
     return [Gap(faster=named[after], slower=named[before]) for before, after in pairwise(way)]
 
 
@@ -248,10 +254,10 @@ def reasons(rows: Rows) -> list[str]:
         return [f"The messages {messages(steady(rows)[0])}."]
     if len(steps) == 1:
         return [why(steps[0])]
-    whole = Gap(faster=steps[-1].faster, slower=steps[0].slower)
-    lines = [f"{difference(whole)}, in {len(steps)} steps that add up to it:"]
+    most = whole(rows)
+    lines = [f"{difference(most)}, in {len(steps)} steps that add up to it:"]
     for gap in sorted(steps, key=attrgetter("seconds"), reverse=True):
-        share = percent(gap.seconds / whole.seconds)
+        share = percent(gap.seconds / most.seconds)
         lines.append(f"{share}: {difference(gap)}. {why(_in_order(gap.slower, gap.faster))}")
     return lines
 
@@ -259,19 +265,17 @@ def reasons(rows: Rows) -> list[str]:
 def difference(gap: Gap) -> str:
     """Return the seconds that the second of two strategies saves, with their interval."""
     scale = gap.faster.step
-    ends = ""
-    if gap.interval is not None:
-        low, high = gap.interval
-        ends = f" [{seconds_text(low, scale)}, {seconds_text(high, scale)}]"
+    ends = interval_text(gap.interval, scale)
     pair = f"from {gap.slower.sync} to {gap.faster.sync}"
     return f"{seconds_text(gap.seconds, scale)} s{ends} {pair}"
 
 
-def compared(faster: CellRow, slower: CellRow) -> str:
+def compared(gap: Gap) -> str:
     """Return how two times compare: ``1.74 times as fast as ring``, or only the other time."""
-    if Gap(faster, slower).by_messages:
-        return f"{factor_text(slower.seconds / faster.seconds)} times as fast as {slower.sync}"
-    return f"against {seconds_text(slower.seconds, faster.step)} s of {slower.sync}"
+    slower = gap.slower
+    if gap.by_messages:
+        return f"{factor_text(slower.seconds / gap.faster.seconds)} times as fast as {slower.sync}"
+    return f"against {seconds_text(slower.seconds, gap.faster.step)} s of {slower.sync}"
 
 
 def why(gap: Gap) -> str:

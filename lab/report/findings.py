@@ -28,6 +28,7 @@ from lab.report.causes import (
     decomposition,
     difference,
     load,
+    whole,
     why,
 )
 from lab.report.claims import Seen
@@ -135,7 +136,9 @@ def strategies(names: Sequence[str], *, of: int) -> str:
 
 def timed(row: CellRow) -> str:
     """Return the time with its interval: ``0.421 s [0.415, 0.427]``."""
-    return f"{seconds_text(row.seconds, row.step)} s{interval_text(row)}"
+    return (
+        f"{seconds_text(row.seconds, row.step)} s{interval_text(row.interval('seconds'), row.step)}"
+    )
 
 
 def named(row: CellRow) -> str:
@@ -264,9 +267,9 @@ def _speed_of_several(rows: Rows) -> str:
     """Say which is fastest, or that the intervals of several overlap."""
     known = [row.interval("seconds") is not None for row in rows]
     best, *others = tied(rows)
-    last = steady(rows)[-1]
+    most = whole(rows)
     shortest = seconds_text(best.seconds, best.step)
-    ratio = f", {compared(best, last)}"
+    ratio = f", {compared(most)}"
     if not all(known):
         ran = "not every strategy ran more than once" if any(known) else "each strategy ran once"
         return (
@@ -282,7 +285,7 @@ def _speed_of_several(rows: Rows) -> str:
     if noise := list(filter(attrgetter("noisy"), (best, *others))):
         between += f"; the repeats of {listed(_syncs(noise))} differ too much"
     between += ")"
-    if last in others:
+    if most.slower in others:
         return f"{names} cannot be told apart {between}"
     return f"{names} are fastest, and cannot be told apart {between}{ratio}"
 

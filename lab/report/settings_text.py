@@ -86,6 +86,10 @@ def _value(name: str, value: Any) -> str:
         return "; ".join(
             f"{key.replace('_', ' ')} {_value(key, entry)}" for key, entry in value.items()
         )
+    return _plain_text(value)
+
+
+def _plain_text(value: bool | float | str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from common.say import factor_text, listed, percent
-from lab.report.causes import BUSY, Gap, load, reasons
+from lab.report.causes import BUSY, load, reasons, whole
 from lab.report.findings import (
     ReportFinding,
     a_step,
@@ -50,20 +50,17 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     rows = block.at(nodes)
     wrong = [finding.text for finding in found if finding.wrong]
     if nodes == 1:
-        return _of_one_node(rows)
+        place = rows[0].place
+        text = (
+            f"On one {place} {a_step(rows[0])} takes {timed(rows[0])}; no strategy on several "
+            f"{place}s has been measured{_machine(rows)}."
+        )
+        return Verdict(text, _numbers(rows), False)
     if wrong:
         return _of_wrong_results(block, rows, wrong)
     text = f"{_where(block, nodes)} {speed(rows)}{_one_node_alone(steady(rows)[0])}"
     text += f"{_averaging(block, rows)}{_machine(rows)}."
     return Verdict(text, _numbers(rows), False, "\n".join(reasons(rows)))
-
-
-def _of_one_node(rows: Rows) -> Verdict:
-    text = (
-        f"On one {rows[0].place} {a_step(rows[0])} takes {timed(rows[0])}; no strategy on several "
-        f"{rows[0].place}s has been measured{_machine(rows)}."
-    )
-    return Verdict(text, _numbers(rows), False)
 
 
 def _of_wrong_results(block: ComparisonGroup, rows: Rows, wrong: Sequence[str]) -> Verdict:
@@ -128,8 +125,9 @@ def _averaging(block: ComparisonGroup, rows: Rows) -> str:
 
 def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
     """Return the ``numbers`` of a verdict."""
-    best = steady(rows)[0]
-    last = steady(rows)[-1]
+    most = whole(rows)
+    best = most.faster
+    last = most.slower
     equal = tied(rows)
     who = best.name
     if len(equal) > 1:
@@ -141,9 +139,8 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
         numbers.append(("exposed communication", exposed, f"mean over the ranks of {best.name}"))
     if last is not best:
         ratio = f"{factor_text(last.seconds / best.seconds)} times"
-        gap = Gap(best, last)
         note = f"{last.sync} over {best.sync}"
-        if not gap.by_messages:
+        if not most.by_messages:
             note += "; most of it is not communication"
         numbers.append(("slowest over fastest", ratio, note))
     elif best.nodes > 1 and best.speedup:

@@ -597,10 +597,9 @@ def seconds_text(value: float, scale: float) -> str:
     return f"{value:.5f}"
 
 
-def interval_text(row: CellRow, name: str = "seconds") -> str:
-    """Return a 95 % interval of a row as `` [0.351, 0.366]``, or an empty text without one."""
-    ends = row.interval(name)
+def interval_text(ends: Interval | None, scale: float) -> str:
+    """Return an interval in seconds as `` [0.351, 0.366]``, or an empty text without one."""
     if ends is None:
         return ""
     low, high = ends
-    return f" [{seconds_text(low, row.step)}, {seconds_text(high, row.step)}]"
+    return f" [{seconds_text(low, scale)}, {seconds_text(high, scale)}]"
