@@ -22,7 +22,7 @@ from lab.predict.variants import split_variant
 from lab.report.timeline import hidden_seconds
 from lab.report.view import CellRow, Interval, Rows, interval_text, order, seconds_text, steady
 
-BUSY = 1.5  # programs for each core; ranks alone make it 1 at most, unless they share cores
+_BUSY = 1.5  # programs for each core; ranks alone make it 1 at most, unless they share cores
 EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
 _HALF = 0.5
 _SMALL = 0.05  # of a step: run-to-run noise that one run of each cannot tell from a difference
@@ -153,13 +153,9 @@ class Gap:
     def by_messages(self) -> bool:
         """Whether what the ranks send explains at least half of the difference."""
         exchange = self.communication - self.own_work
-        if exchange < _HALF or self._one_was_busy:
+        if exchange < _HALF or busy(self.faster) != busy(self.slower):
             return False
         return exchange >= 2 * self.waiting
-
-    @property
-    def _one_was_busy(self) -> bool:
-        return (load(self.faster) > BUSY) != (load(self.slower) > BUSY)
 
     @property
     def uncertain(self) -> bool:
@@ -265,9 +261,8 @@ def reasons(rows: Rows) -> list[str]:
 def difference(gap: Gap) -> str:
     """Return the seconds that the second of two strategies saves, with their interval."""
     scale = gap.faster.step
-    ends = interval_text(gap.interval, scale)
-    pair = f"from {gap.slower.sync} to {gap.faster.sync}"
-    return f"{seconds_text(gap.seconds, scale)} s{ends} {pair}"
+    saved = f"{seconds_text(gap.seconds, scale)} s{interval_text(gap.interval, scale)}"
+    return f"{saved} from {gap.slower.sync} to {gap.faster.sync}"
 
 
 def compared(gap: Gap) -> str:
@@ -339,7 +334,7 @@ def _not_the_messages(gap: Gap) -> str:
             "between their messages, as compressing, adding and copying: "
             f"{_each(gap, gap.faster.own_work, slower.own_work)}."
         )
-    if load(gap.faster) > BUSY or load(slower) > BUSY:
+    if busy(gap.faster) or busy(slower):
         return "The machine was not equally busy, so the difference does not show the strategies."
     return (
         f"{_of_it(gap.waiting, first=True)} of the difference is waiting for slower ranks, whose "
@@ -368,6 +363,11 @@ def _threads(row: CellRow) -> str:
 def load(row: CellRow) -> float:
     """Return the largest load per core at the end of a cell's runs; 0 if none is known."""
     return max(row.recorded("load_per_core"), default=0.0)
+
+
+def busy(row: CellRow) -> bool:
+    """Return whether other programs took a part of the machine at the end of a run."""
+    return load(row) > _BUSY
 
 
 def leaving(row: CellRow) -> str:

@@ -38,10 +38,10 @@ class CellClaim:
 
     @property
     def right(self) -> bool:
-        return self.seen is not None and not self.contradicted
+        return self.seen is not None and not self.wrong
 
     @property
-    def contradicted(self) -> bool:
+    def wrong(self) -> bool:
         """Whether the strategy does not compute what it claims."""
         return self.unequal_ranks or (self.seen is not None and not self.seen.judgement.right)
 

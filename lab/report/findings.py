@@ -21,13 +21,12 @@ from common.say import counts, factor_text, listed, percent
 from common.utils.grouping import grouped
 from lab.predict.event_model import HEADERS
 from lab.report.causes import (
-    BUSY,
     EQUAL_SHARE,
     beside,
+    busy,
     compared,
     decomposition,
     difference,
-    load,
     whole,
     why,
 )
@@ -292,7 +291,7 @@ def _speed_of_several(rows: Rows) -> str:
 
 def fastest(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the fastest strategy; strategies that compute something else take no part."""
-    right = sorted((row for row in rows if not row.wrong), key=lambda row: row.seconds)
+    right = sorted((row for row in rows if not row.claim.wrong), key=lambda row: row.seconds)
     if right:
         alone = [row.baseline for row in right[:1] if row.baseline is not None]
         evidence = "; ".join(f"{row.sync} {timed(row)}" for row in [*right, *alone])
@@ -301,7 +300,7 @@ def fastest(_: ComparisonGroup, rows: Rows) -> Found:
 
 def pairs(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare strategies that differ in little and are no step of the answer's chain."""
-    right = [row for row in rows if not row.wrong]
+    right = [row for row in rows if not row.claim.wrong]
     if len(right) > 1:
         for gap in beside(right, decomposition(right)):
             yield ReportFinding(PAIRS, f" {difference(gap)}. {why(gap)}")
@@ -662,9 +661,9 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
     )
     if far:
         text += f" Outside are {listed(far)}."
-    busy = [row.name for row in errors if load(row) > BUSY]
-    if busy:
-        text += f" The machine was busy during {listed(busy)}, which no prediction knows."
+    disturbed = [row.name for row in errors if busy(row)]
+    if disturbed:
+        text += f" The machine was busy during {listed(disturbed)}, which no prediction knows."
     yield ReportFinding("Prediction", text, "; ".join(texts.values()), caution=bool(far))
 
 

@@ -171,7 +171,7 @@ def lines(block: ComparisonGroup) -> list[Line]:
     """Return the rows of a block's tables."""
     found = [_line(block, row) for row in block.rows]
     for nodes in block.nodes_beyond_one:
-        right = [line for line in found if line.row.nodes == nodes and not line.row.wrong]
+        right = [line for line in found if line.row.nodes == nodes and not line.row.claim.wrong]
         measured = [line.row for line in right if line.row.step]
         # Else something else than communication makes most of the difference.
         certain = bool(measured) and whole(measured).by_messages
@@ -307,7 +307,7 @@ def _claim(row: CellRow) -> str:
     """Return whether the strategy claims to be exact, and whether that is wrong."""
     if row.nodes == 1:
         return NOTHING
-    if row.wrong:
+    if row.claim.wrong:
         return WRONG
     return "yes" if row.exact else "no"
 

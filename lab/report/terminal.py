@@ -79,7 +79,7 @@ def _table(block: ComparisonGroup) -> Table:
     for line in lines(block):
         cells = []
         for name in _COLUMNS:
-            red = line.row.wrong and name == "claim"
+            red = line.row.claim.wrong and name == "claim"
             cells.append(Text(line.texts[name], style=_RED if red else ""))
         table.add_row(*cells)
     return table

@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from common.say import factor_text, listed, percent
-from lab.report.causes import BUSY, load, reasons, whole
+from lab.report.causes import busy, load, reasons, whole
 from lab.report.findings import (
     ReportFinding,
     a_step,
@@ -66,7 +66,7 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
 def _of_wrong_results(block: ComparisonGroup, rows: Rows, wrong: Sequence[str]) -> Verdict:
     """Return what is wrong, and which of the other strategies is fastest."""
     nodes = rows[0].nodes
-    right = [row for row in rows if not row.wrong]
+    right = [row for row in rows if not row.claim.wrong]
     text = wrong[0]
     if len(wrong) > 1:
         text += f" ({len(wrong) - 1} more below)"
@@ -98,12 +98,12 @@ def _machine(rows: Rows) -> str:
         )
     alone = [rows[0].baseline] if rows[0].baseline is not None and rows[0].nodes > 1 else []
     measured = [*alone, *rows]  # speed-ups compare with the run on one rank
-    busy = [row for row in measured if load(row) > BUSY]
-    if not busy:
+    disturbed = [row for row in measured if busy(row)]
+    if not disturbed:
         return ""
-    text = f"load {max(map(load, busy)):.1f} per core"
-    if len(busy) < len(measured):
-        text = f"{text} during {listed([row.name for row in busy])}"
+    text = f"load {max(map(load, disturbed)):.1f} per core"
+    if len(disturbed) < len(measured):
+        text = f"{text} during {listed([row.name for row in disturbed])}"
     return f"; the machine was busy ({text})"
 
 

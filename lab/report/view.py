@@ -105,11 +105,6 @@ class CellRow:
         return claim_of(self.cell, emulated=self.emulated_compute)
 
     @property
-    def wrong(self) -> bool:
-        """Whether it does not compute what it claims."""
-        return self.claim.contradicted
-
-    @property
     def medians(self) -> Medians:
         return self.cell.medians or _NOT_MEASURED
 
