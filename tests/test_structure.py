@@ -236,7 +236,7 @@ MOST_STATEMENTS = {
     "lab/learn": 1820,
     "lab/predict": 2100,
     "lab/proofs": 260,
-    "lab/report": 2010,
+    "lab/report": 1950,
     "lab/ssh": 670,
     "lab/whatif": 430,
 }

@@ -20,9 +20,9 @@ from common.sync import STRATEGIES, plan_class
 from common.sync.plans.base import MessagePlan
 from lab.predict.variants import split_variant
 from lab.report.timeline import hidden_seconds
-from lab.report.view import CellRow, Interval, Rows, order, seconds_text, steady
+from lab.report.view import CellRow, Interval, Rows, interval_text, order, seconds_text, steady
 
-BUSY = 1.5  # programs for each core; ranks alone make it 1 at most, unless they share cores
+_BUSY = 1.5  # programs for each core; ranks alone make it 1 at most, unless they share cores
 EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
 _HALF = 0.5
 _SMALL = 0.05  # of a step: run-to-run noise that one run of each cannot tell from a difference
@@ -104,8 +104,8 @@ class Gap:
     """The difference between the times of two cells on the same number of nodes.
 
     seconds : by which ``slower`` takes longer; negative in a chain that passes an even slower one.
-    ``communication``, of which ``waiting`` and ``own_work`` are parts, and ``compute`` are shares
-    of the difference.
+    ``communication``, of which ``waiting`` and ``own_work`` are parts, is a share of the
+    difference; the rest is compute.
     """
 
     faster: CellRow
@@ -146,10 +146,6 @@ class Gap:
             return 0.0
         return self._share(slower - faster)
 
-    @property
-    def compute(self) -> float:
-        return 1 - self.communication
-
     def _share(self, seconds: float) -> float:
         return seconds / self.seconds if self.seconds else 0.0
 
@@ -157,13 +153,9 @@ class Gap:
     def by_messages(self) -> bool:
         """Whether what the ranks send explains at least half of the difference."""
         exchange = self.communication - self.own_work
-        if exchange < _HALF or self._one_was_busy:
+        if exchange < _HALF or busy(self.faster) != busy(self.slower):
             return False
         return exchange >= 2 * self.waiting
-
-    @property
-    def _one_was_busy(self) -> bool:
-        return (load(self.faster) > BUSY) != (load(self.slower) > BUSY)
 
     @property
     def uncertain(self) -> bool:
@@ -199,14 +191,20 @@ def _route(start: str, end: str, syncs: Iterable[str]) -> list[str]:
     return way[::-1]
 
 
+def whole(rows: Rows) -> Gap:
+    """Return the whole difference: of the slowest steady one of ``rows`` and the fastest."""
+    in_order = steady(rows)
+    return Gap(faster=in_order[0], slower=in_order[-1])
+
+
 def decomposition(rows: Rows) -> list[Gap]:
     """Return the steps from the slowest steady one of ``rows`` to the fastest, over others.
 
     Their seconds add up to the difference of the two.
     """
+    most = whole(rows)
     named = {row.sync: row for row in steady(rows)}
-    in_order = list(named)
-    way = _route(in_order[-1], in_order[0], named)
+    way = _route(most.slower.sync, most.faster.sync, named)
     return [Gap(faster=named[after], slower=named[before]) for before, after in pairwise(way)]
 
 
@@ -252,54 +250,42 @@ def reasons(rows: Rows) -> list[str]:
         return [f"The messages {messages(steady(rows)[0])}."]
     if len(steps) == 1:
         return [why(steps[0])]
-    whole = Gap(faster=steps[-1].faster, slower=steps[0].slower)
-    lines = [f"{difference(whole)}, in {len(steps)} steps that add up to it:"]
+    most = whole(rows)
+    lines = [f"{difference(most)}, in {len(steps)} steps that add up to it:"]
     for gap in sorted(steps, key=attrgetter("seconds"), reverse=True):
-        lines.append(reason(gap, whole))
+        share = percent(gap.seconds / most.seconds)
+        lines.append(f"{share}: {difference(gap)}. {why(_in_order(gap.slower, gap.faster))}")
     return lines
-
-
-def reason(gap: Gap, whole: Gap) -> str:
-    """Say how much of a whole difference a step is, and what makes it."""
-    share = percent(gap.seconds / whole.seconds)
-    return f"{share}: {difference(gap)}. {why(_in_order(gap.slower, gap.faster))}"
 
 
 def difference(gap: Gap) -> str:
     """Return the seconds that the second of two strategies saves, with their interval."""
     scale = gap.faster.step
-    ends = ""
-    if gap.interval is not None:
-        low, high = gap.interval
-        ends = f" [{seconds_text(low, scale)}, {seconds_text(high, scale)}]"
-    pair = f"from {gap.slower.sync} to {gap.faster.sync}"
-    return f"{seconds_text(gap.seconds, scale)} s{ends} {pair}"
+    saved = f"{seconds_text(gap.seconds, scale)} s{interval_text(gap.interval, scale)}"
+    return f"{saved} from {gap.slower.sync} to {gap.faster.sync}"
 
 
-def compared(faster: CellRow, slower: CellRow) -> str:
+def compared(gap: Gap) -> str:
     """Return how two times compare: ``1.74 times as fast as ring``, or only the other time."""
-    if Gap(faster, slower).by_messages:
-        return f"{factor_text(slower.seconds / faster.seconds)} times as fast as {slower.sync}"
-    return f"against {seconds_text(slower.seconds, faster.step)} s of {slower.sync}"
+    slower = gap.slower
+    if gap.by_messages:
+        return f"{factor_text(slower.seconds / gap.faster.seconds)} times as fast as {slower.sync}"
+    return f"against {seconds_text(slower.seconds, gap.faster.step)} s of {slower.sync}"
 
 
 def why(gap: Gap) -> str:
     """Say what makes the difference, as far as the two cells show it."""
+    sent = f"messages {messages(gap.faster)} and those {messages(gap.slower)}."
     if gap.uncertain:
-        return (
-            f"The difference lies within the noise. The messages {messages(gap.faster)} and those "
-            f"{messages(gap.slower)}."
-        )
+        return f"The difference lies within the noise. The {sent}"
     if gap.by_messages:
-        text = (
-            f"{_what_differs(gap)}Why: the messages {messages(gap.faster)} and those "
-            f"{messages(gap.slower)}. Communication is {_of_it(gap.communication)} of the "
-            "difference."
-        )
+        share = _of_it(gap.communication)
+        text = f"{_what_differs(gap)}Why: the {sent} Communication is {share} of the difference."
         if "content" in gap.apart and None in (gap.faster.own_work, gap.slower.own_work):
             text += " What the strategies compute for it is not separated: no step was recorded."
         return text
-    return f"{_not_the_messages(gap)} {_exposed(gap)}"
+    exposed = _each(gap, gap.faster.medians.sync, gap.slower.medians.sync)
+    return f"{_not_the_messages(gap)} Exposed communication, the strategy's own part, is {exposed}."
 
 
 _LABELS = {"way": "gradients go ", "leave": "messages "}
@@ -335,14 +321,20 @@ def _not_the_messages(gap: Gap) -> str:
             f"{slower.sync} {_threads(slower)}: their compute cannot be compared."
         )
     if gap.communication < _HALF:
-        return f"{_of_it(gap.compute, first=True)} of the difference is compute: {_compute(gap)}."
+        text = (
+            f"{_of_it(1 - gap.communication, first=True)} of the difference is compute: the "
+            f"machine's noise, or what {slower.sync} does within backward, such as copying"
+        )
+        if leaving(slower) != MessagePlan.leave:
+            text += f"; its messages {leaving(slower)} and share the cores with it"
+        return f"{text}."
     if gap.own_work >= _HALF:
         return (
             f"{_of_it(gap.own_work, first=True)} of the difference is what the strategies compute "
             "between their messages, as compressing, adding and copying: "
-            f"{_own_work(gap.faster)}, {_own_work(slower)}."
+            f"{_each(gap, gap.faster.own_work, slower.own_work)}."
         )
-    if load(gap.faster) > BUSY or load(slower) > BUSY:
+    if busy(gap.faster) or busy(slower):
         return "The machine was not equally busy, so the difference does not show the strategies."
     return (
         f"{_of_it(gap.waiting, first=True)} of the difference is waiting for slower ranks, whose "
@@ -350,23 +342,11 @@ def _not_the_messages(gap: Gap) -> str:
     )
 
 
-def _own_work(row: CellRow) -> str:
-    return f"{seconds_text(row.own_work or 0.0, row.step)} s with {row.sync}"
-
-
-def _compute(gap: Gap) -> str:
-    """Say what compute that takes longer shows: not the messages, unless they share the cores."""
-    sync = gap.slower.sync
-    text = f"the machine's noise, or what {sync} does within backward, such as copying"
-    if leaving(gap.slower) != MessagePlan.leave:
-        text += f"; its messages {leaving(gap.slower)} and share the cores with it"
-    return text
-
-
-def _exposed(gap: Gap) -> str:
-    rows = (gap.faster, gap.slower)
-    texts = [f"{seconds_text(row.medians.sync, row.step)} s with {row.sync}" for row in rows]
-    return f"Exposed communication, the strategy's own part, is {texts[0]} and {texts[1]}."
+def _each(gap: Gap, faster: float | None, slower: float | None) -> str:
+    """Return these seconds of both strategies."""
+    short = seconds_text(faster or 0.0, gap.faster.step)
+    long = seconds_text(slower or 0.0, gap.slower.step)
+    return f"{short} s with {gap.faster.sync} and {long} s with {gap.slower.sync}"
 
 
 def _of_it(share: float, *, first: bool = False) -> str:
@@ -382,8 +362,12 @@ def _threads(row: CellRow) -> str:
 
 def load(row: CellRow) -> float:
     """Return the largest load per core at the end of a cell's runs; 0 if none is known."""
-    loads = [run.load_per_core for run in row.runs if run.load_per_core is not None]
-    return max(loads, default=0.0)
+    return max(row.recorded("load_per_core"), default=0.0)
+
+
+def busy(row: CellRow) -> bool:
+    """Return whether other programs took a part of the machine at the end of a run."""
+    return load(row) > _BUSY
 
 
 def leaving(row: CellRow) -> str:

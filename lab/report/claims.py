@@ -16,10 +16,9 @@ from lab.evidence import Evidence, Judgement, judge
 
 @dataclass(frozen=True)
 class Seen:
-    """What one run's claim shows. residue : the greatest relative error of ``evidence``'s sums."""
+    """What one run's claim shows."""
 
     step: int
-    residue: float
     evidence: Evidence
     judgement: Judgement
 
@@ -39,10 +38,10 @@ class CellClaim:
 
     @property
     def right(self) -> bool:
-        return self.seen is not None and not self.contradicted
+        return self.seen is not None and not self.wrong
 
     @property
-    def contradicted(self) -> bool:
+    def wrong(self) -> bool:
         """Whether the strategy does not compute what it claims."""
         return self.unequal_ranks or (self.seen is not None and not self.seen.judgement.right)
 
@@ -66,14 +65,14 @@ def _shown(claims: list[GradientClaim | None], *, emulated: bool) -> tuple[Seen 
         return wrong[0], ""
     if len(seen) < len(claims):
         return None, _why_not(claims, emulated=emulated)
-    return max(seen, key=lambda one: one.residue), ""
+    return max(seen, key=lambda one: one.evidence.residue), ""
 
 
 def _seen(claim: GradientClaim) -> Seen:
     """Return what a claim with weights shows."""
-    residue = claim.residue or 0.0
-    evidence = Evidence(as_matrix(claim.weights or []), residue, rounded=claim.rounded)
-    return Seen(claim.step, residue, evidence, judge(evidence))
+    weights = as_matrix(claim.weights or [])
+    evidence = Evidence(weights, claim.residue or 0.0, rounded=claim.rounded)
+    return Seen(claim.step, evidence, judge(evidence))
 
 
 def _why_not(claims: list[GradientClaim | None], *, emulated: bool) -> str:

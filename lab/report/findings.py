@@ -9,6 +9,7 @@ or tied?".
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from statistics import fmean, median
@@ -20,13 +21,13 @@ from common.say import counts, factor_text, listed, percent
 from common.utils.grouping import grouped
 from lab.predict.event_model import HEADERS
 from lab.report.causes import (
-    BUSY,
     EQUAL_SHARE,
     beside,
+    busy,
     compared,
     decomposition,
     difference,
-    load,
+    whole,
     why,
 )
 from lab.report.claims import Seen
@@ -134,7 +135,9 @@ def strategies(names: Sequence[str], *, of: int) -> str:
 
 def timed(row: CellRow) -> str:
     """Return the time with its interval: ``0.421 s [0.415, 0.427]``."""
-    return f"{seconds_text(row.seconds, row.step)} s{interval_text(row)}"
+    return (
+        f"{seconds_text(row.seconds, row.step)} s{interval_text(row.interval('seconds'), row.step)}"
+    )
 
 
 def named(row: CellRow) -> str:
@@ -148,6 +151,16 @@ def _syncs(rows: Rows) -> list[str]:
 def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
     """Return each name with its share in percent."""
     return [f"{name} {percent(share, digits)}" for name, share in shares.items()]
+
+
+def _range(values: Sequence[float], text: Callable[[float], str]) -> str:
+    """Return the smallest and the largest of some values as texts, or the only one."""
+    low = text(min(values))
+    high = text(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+_tenths = partial(percent, digits=1)
 
 
 # --- do all ranks get the mean gradient ---
@@ -180,7 +193,7 @@ def _what_is_wrong(rows: Rows) -> Found:
             EQUAL,
             f" {row.sync} claims to be exact, but does not give every rank the mean gradient: in "
             f"step {seen.step} {found.sentence}. {found.cure}",
-            f"{found.finding}; {seen.evidence.rows}; residue {small_text(seen.residue)}",
+            f"{found.finding}; {seen.evidence.rows}; residue {small_text(seen.evidence.residue)}",
             wrong=True,
         )
     for row in rows:
@@ -212,7 +225,9 @@ def _what_is_right(right: Mapping[str, Seen], *, of: int) -> ReportFinding:
     who = listed(right)
     if len(right) == of > 2:
         who = f"all {of} strategies that claim to be exact"
-    each = [f"{sync} {small_text(seen.residue)} (step {seen.step})" for sync, seen in right.items()]
+    each = []
+    for sync, seen in right.items():
+        each.append(f"{sync} {small_text(seen.evidence.residue)} (step {seen.step})")
     return ReportFinding(
         EQUAL,
         f" with {who} every rank's optimiser got the mean of all ranks' gradients in the first "
@@ -251,9 +266,9 @@ def _speed_of_several(rows: Rows) -> str:
     """Say which is fastest, or that the intervals of several overlap."""
     known = [row.interval("seconds") is not None for row in rows]
     best, *others = tied(rows)
-    last = steady(rows)[-1]
+    most = whole(rows)
     shortest = seconds_text(best.seconds, best.step)
-    ratio = f", {compared(best, last)}"
+    ratio = f", {compared(most)}"
     if not all(known):
         ran = "not every strategy ran more than once" if any(known) else "each strategy ran once"
         return (
@@ -263,19 +278,20 @@ def _speed_of_several(rows: Rows) -> str:
     if not others:
         return f"{named(best)} is fastest: {shortest} s {a_step(best)}{ratio}"
     names = strategies([named(row) for row in (best, *others)], of=len(rows))
-    between = _range([row.seconds for row in (best, *others)], best.step)
+    seconds = [row.seconds for row in (best, *others)]
+    between = _range(seconds, partial(seconds_text, scale=best.step))
     between = f"({between} s {a_step(best)}; their 95 % intervals overlap"
     if noise := list(filter(attrgetter("noisy"), (best, *others))):
         between += f"; the repeats of {listed(_syncs(noise))} differ too much"
     between += ")"
-    if last in others:
+    if most.slower in others:
         return f"{names} cannot be told apart {between}"
     return f"{names} are fastest, and cannot be told apart {between}{ratio}"
 
 
 def fastest(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the fastest strategy; strategies that compute something else take no part."""
-    right = sorted((row for row in rows if not row.wrong), key=lambda row: row.seconds)
+    right = sorted((row for row in rows if not row.claim.wrong), key=lambda row: row.seconds)
     if right:
         alone = [row.baseline for row in right[:1] if row.baseline is not None]
         evidence = "; ".join(f"{row.sync} {timed(row)}" for row in [*right, *alone])
@@ -284,7 +300,7 @@ def fastest(_: ComparisonGroup, rows: Rows) -> Found:
 
 def pairs(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare strategies that differ in little and are no step of the answer's chain."""
-    right = [row for row in rows if not row.wrong]
+    right = [row for row in rows if not row.claim.wrong]
     if len(right) > 1:
         for gap in beside(right, decomposition(right)):
             yield ReportFinding(PAIRS, f" {difference(gap)}. {why(gap)}")
@@ -316,23 +332,16 @@ def _why_slower(rows: Rows) -> str:
     for row in rows:
         compute.append(row.step - row.medians.sync)
         exposed.append(row.medians.sync)
+    text_of = partial(seconds_text, scale=one.step)
     text = (
-        f"Of a step, compute takes {_range(compute, one.step)} s, with one {first.alone} "
-        f"{seconds_text(alone, one.step)} s; exposed communication takes "
-        f"{_range(exposed, one.step)} s."
+        f"Of a step, compute takes {_range(compute, text_of)} s, with one {first.alone} "
+        f"{text_of(alone)} s; exposed communication takes {_range(exposed, text_of)} s."
     )
     if any(row.cell.oversubscribed for row in rows):
         text += " The ranks share cores: they compute in turns."
     elif first.place == "rank" and first.cell.rate is None:
         text += " The ranks are on one machine: they share its cores, and memory is their network."
     return text
-
-
-def _range(values: Sequence[float], scale: float) -> str:
-    """Return the smallest and the largest of some seconds, or the only one."""
-    low = seconds_text(min(values), scale)
-    high = seconds_text(max(values), scale)
-    return low if low == high else f"{low} to {high}"
 
 
 def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
@@ -463,7 +472,7 @@ def _shares_text(shares: Mapping[str, float], *, equal: float, every: bool) -> s
 
 def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
     """Compare the accuracies on the test images; near chance they show nothing."""
-    reached = {row: values for row in rows if (values := _accuracies(row))}
+    reached = {row: values for row in rows if (values := row.recorded("test_accuracy"))}
     evidence = "; ".join(f"{row.sync} {_spread(values)}" for row, values in reached.items())
     classes = block.settings.num_classes
     if classes is None and block.settings.dataset in DATASETS:
@@ -495,8 +504,8 @@ def _beside_training(rows: Iterable[CellRow]) -> Found:
     """Say why accuracies of training and test differ after few steps."""
     apart = []
     for row in rows:
-        trained = row.train_accuracy
-        tested = row.test_accuracy
+        trained = row.mean("train_accuracy")
+        tested = row.mean("test_accuracy")
         few = max(step for run in row.runs for step, _ in run.losses or [(0, None)]) <= _FEW_STEPS
         if trained is not None and tested is not None and few and trained - tested > _APART:
             apart.append(f"{row.sync} {percent(trained, 1)} and {percent(tested, 1)}")
@@ -536,7 +545,7 @@ def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> 
     values = [value for row in exact for value in reached[row]]
     if not values:
         return
-    text = f" the test accuracy{_of(exact)} is {_between(values)}."
+    text = f" the test accuracy{_of(exact)} is {_range(values, _tenths)}."
     if min(map(len, reached.values())) < 2:
         text += " Each ran once, so small differences show nothing."
     yield ReportFinding("Accuracy", text, evidence)
@@ -547,7 +556,7 @@ def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> 
         yield ReportFinding(
             "Accuracy",
             f" {row.sync}, which does not claim to be exact, reaches {percent(fmean(own), 1)}; "
-            f"the exact strategies {_between(values)}.",
+            f"the exact strategies {_range(values, _tenths)}.",
             f"{row.sync} {_spread(own)}; the exact mean {mean}",
         )
 
@@ -557,22 +566,11 @@ def _of(rows: Rows) -> str:
     return f" of {listed(_syncs(rows))}" if rows[0].nodes > 1 else ""
 
 
-def _accuracies(row: CellRow) -> list[float]:
-    """Return the accuracy of each run that has one."""
-    return [run.test_accuracy for run in row.runs if run.test_accuracy is not None]
-
-
-def _between(values: Sequence[float]) -> str:
-    low = percent(min(values), 1)
-    high = percent(max(values), 1)
-    return low if low == high else f"{low} to {high}"
-
-
 def _spread(values: Sequence[float]) -> str:
     mean = percent(fmean(values), 1)
     if len(values) == 1:
         return mean
-    return f"{mean} ({_between(values)}, {len(values)} repeats)"
+    return f"{mean} ({_range(values, _tenths)}, {len(values)} repeats)"
 
 
 def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
@@ -586,8 +584,8 @@ def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
 def _time_to(target: float, row: CellRow) -> ReportFinding:
     """Say how many of a cell's runs reached the accuracy, and after how much training."""
     tried = len(row.runs)
-    times = [run.seconds_to_accuracy for run in row.runs if run.seconds_to_accuracy is not None]
-    steps = [run.steps_to_accuracy for run in row.runs if run.steps_to_accuracy is not None]
+    times = row.recorded("seconds_to_accuracy")
+    steps = row.recorded("steps_to_accuracy")
     who = row.sync if row.nodes > 1 else "a run"
     if not times:
         return ReportFinding(
@@ -663,9 +661,9 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
     )
     if far:
         text += f" Outside are {listed(far)}."
-    busy = [row.name for row in errors if load(row) > BUSY]
-    if busy:
-        text += f" The machine was busy during {listed(busy)}, which no prediction knows."
+    disturbed = [row.name for row in errors if busy(row)]
+    if disturbed:
+        text += f" The machine was busy during {listed(disturbed)}, which no prediction knows."
     yield ReportFinding("Prediction", text, "; ".join(texts.values()), caution=bool(far))
 
 

@@ -7,22 +7,22 @@ jinja2 escapes every text; only the SVG of the figures, which this package draws
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
+from common.utils.grouping import grouped
 from lab.comparison.record import Cell, Comparison
 from lab.html_page import page_template
 from lab.report import tables
 from lab.report.drawings.figure_pages import Drawing
 from lab.report.findings import REACH, ReportFinding, findings
-from lab.report.losses import LossTable, loss_table
+from lab.report.losses import loss_table
 from lab.report.settings_text import block_settings, pairs, summary
-from lab.report.tables import Line
-from lab.report.verdict import Verdict, verdict
+from lab.report.verdict import verdict
 from lab.report.view import ComparisonGroup, what_is_emulated
 
 
@@ -30,27 +30,6 @@ from lab.report.view import ComparisonGroup, what_is_emulated
 def _template() -> jinja2.Template:
     file = Path(__file__).with_name("report.html.jinja")
     return page_template(file, tidy=tidy, time=lambda text: str(text or "").replace("T", " "))
-
-
-@dataclass
-class Section:
-    """What the page shows of a block.
-
-    id : the beginning of its ids in the page. topics : findings by topic, without ``wrong`` and
-    ``limits``. tables : names of columns by title.
-    """
-
-    id: str
-    block: ComparisonGroup
-    verdict: Verdict
-    wrong: Sequence[ReportFinding]
-    topics: Mapping[str, Sequence[ReportFinding]]
-    limits: Sequence[ReportFinding]
-    tables: Mapping[str, Sequence[str]]
-    lines: Sequence[Line]
-    losses: LossTable | None
-    figures: Sequence[Drawing]
-    settings: Sequence[tuple[str, str]]
 
 
 def render(
@@ -70,11 +49,6 @@ def render(
     for index, (block, figures) in enumerate(drawings, start=1):
         prefix = f"part{index}-" if many else ""
         sections.append(_section(prefix, block, figures, comparison))
-    warnings = comparison.warnings
-    if len(sections) == 1:  # else they belong to no single section
-        limits = [ReportFinding(REACH, warning) for warning in warnings]
-        sections[0].limits = [*limits, *sections[0].limits]
-        warnings = []
     calibration = comparison.prediction.calibration if comparison.prediction else {}
     return _template().render(
         companion=companion,
@@ -86,7 +60,7 @@ def render(
         done=sum(cell.status == "done" for cell in comparison.cells),
         total=len(comparison.cells),
         summary=summary(comparison.settings),
-        warnings=warnings,
+        warnings=[] if len(sections) == 1 else comparison.warnings,
         differences=comparison.differences,
         skipped=comparison.skipped,
         sections=sections,
@@ -139,19 +113,17 @@ def _data_address(kind: str, text: str) -> str:
 
 def _section(
     prefix: str, block: ComparisonGroup, figures: Sequence[Drawing], comparison: Comparison
-) -> Section:
-    """Return what the page shows of a block, with its findings sorted into their places."""
+) -> dict[str, Any]:
+    """Return what the page shows of a block.
+
+    id : the beginning of its ids in the page. topics : findings by topic, without ``wrong`` and
+    ``limits``. tables : names of columns by title.
+    """
     found = findings(block)
-    wrong = []
-    limits = []
-    topics: dict[str, list[ReportFinding]] = {}
-    for finding in found:
-        if finding.wrong:
-            wrong.append(finding)
-        elif finding.caution:
-            limits.append(finding)
-        else:
-            topics.setdefault(finding.topic, []).append(finding)
+    rest = grouped((finding.caution, finding) for finding in found if not finding.wrong)
+    limits = rest.get(True, [])
+    if not prefix:  # where there are several sections, warnings belong to none of them
+        limits = [*(ReportFinding(REACH, warning) for warning in comparison.warnings), *limits]
     lines = tables.lines(block)
     shown: dict[str, Sequence[str]] = {
         "Results": tables.with_values(tables.RESULTS, lines),
@@ -160,16 +132,16 @@ def _section(
     }
     if any(row.memory or row.predicted_memory for row in block.rows):
         shown["Tensors of the rank that holds most"] = tables.MEMORY
-    return Section(
-        id=prefix,
-        block=block,
-        verdict=verdict(block, found),
-        wrong=wrong,
-        topics=topics,
-        limits=limits,
-        tables=shown,
-        lines=lines,
-        losses=loss_table(block),
-        figures=figures,
-        settings=block_settings(block, comparison),
-    )
+    return {
+        "id": prefix,
+        "block": block,
+        "verdict": verdict(block, found),
+        "wrong": [finding for finding in found if finding.wrong],
+        "topics": grouped((finding.topic, finding) for finding in rest.get(False, [])),
+        "limits": limits,
+        "tables": shown,
+        "lines": lines,
+        "losses": loss_table(block),
+        "figures": figures,
+        "settings": block_settings(block, comparison),
+    }

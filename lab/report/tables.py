@@ -13,18 +13,16 @@ from msgspec.structs import asdict
 
 from common.say import percent
 from common.sync.memory_cost import KINDS, Memory
-from lab.report.causes import Gap
+from lab.report.causes import whole
 from lab.report.losses import loss_table
 from lab.report.view import (
     NOTHING,
     CellRow,
     ComparisonGroup,
     Place,
-    Rows,
     interval_text,
     link_text,
     seconds_text,
-    steady,
     what_is_emulated,
 )
 
@@ -150,6 +148,9 @@ _BY_TIME = (
 )
 
 
+_WITH_INTERVAL = {"step_seconds": "step", "mean_iteration_seconds": "iteration"}
+
+
 def heading(name: str, place: Place) -> str:
     """Return a column's heading. place : what the numbers of ``nodes`` count in this table."""
     return f"{place}s" if name == "nodes" else COLUMNS[name].heading
@@ -170,18 +171,14 @@ def lines(block: ComparisonGroup) -> list[Line]:
     """Return the rows of a block's tables."""
     found = [_line(block, row) for row in block.rows]
     for nodes in block.nodes_beyond_one:
-        right = [line for line in found if line.row.nodes == nodes and not line.row.wrong]
-        certain = _differ_by_strategy([line.row for line in right if line.row.step])
+        right = [line for line in found if line.row.nodes == nodes and not line.row.claim.wrong]
+        measured = [line.row for line in right if line.row.step]
+        # Else something else than communication makes most of the difference.
+        certain = bool(measured) and whole(measured).by_messages
         for name in COLUMNS:
             if certain or name not in _BY_TIME:
                 _mark_best(right, name)
     return found
-
-
-def _differ_by_strategy(rows: Rows) -> bool:
-    """Return whether communication makes most of the difference between these steps."""
-    in_order = steady(rows)
-    return len(rows) > 1 and Gap(in_order[0], in_order[-1]).by_messages
 
 
 def _line(block: ComparisonGroup, row: CellRow) -> Line:
@@ -225,7 +222,13 @@ def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
         "repeats": len(row.runs),
         "global_batch_size_samples": row.cell.batch_size,
     }
-    return settings | _times(row) | _costs(row) | _predicted(row) | _learned(row)
+    learned = {
+        "last_train_loss": row.last_loss,
+        "train_accuracy_ratio": row.mean("train_accuracy"),
+        "test_accuracy_ratio": row.mean("test_accuracy"),
+        "test_loss": row.mean("test_loss"),
+    }
+    return settings | _times(row) | _costs(row) | _predicted(row) | learned
 
 
 def _times(row: CellRow) -> dict[str, Any]:
@@ -237,7 +240,7 @@ def _times(row: CellRow) -> dict[str, Any]:
         "step_seconds_high95": high,
         **{f"{name}_seconds": medians.get(name) for name in _SECTIONS},
         "own_work_seconds": row.own_work,
-        "mean_iteration_seconds": row.mean_iteration,
+        "mean_iteration_seconds": row.mean("mean_iteration_seconds"),
     }
 
 
@@ -279,15 +282,6 @@ def _predicted(row: CellRow) -> dict[str, Any]:
     return values
 
 
-def _learned(row: CellRow) -> dict[str, float | None]:
-    return {
-        "last_train_loss": row.last_loss,
-        "train_accuracy_ratio": row.train_accuracy,
-        "test_accuracy_ratio": row.test_accuracy,
-        "test_loss": row.test_loss,
-    }
-
-
 # --- the values that only readable tables have, or write in another way ---
 
 
@@ -313,7 +307,7 @@ def _claim(row: CellRow) -> str:
     """Return whether the strategy claims to be exact, and whether that is wrong."""
     if row.nodes == 1:
         return NOTHING
-    if row.wrong:
+    if row.claim.wrong:
         return WRONG
     return "yes" if row.exact else "no"
 
@@ -321,7 +315,7 @@ def _claim(row: CellRow) -> str:
 def _step_or_status(row: CellRow) -> str:
     if not row.step:
         return row.cell.status
-    return seconds_text(row.seconds, row.step) + interval_text(row)
+    return seconds_text(row.seconds, row.step) + interval_text(row.interval("seconds"), row.step)
 
 
 def _exposed_share(row: CellRow) -> str:
@@ -361,12 +355,9 @@ def _text(row: CellRow, name: str, value: Any) -> str:
     form = COLUMNS[name].form
     if value is None or not form:
         return value or NOTHING
-    if name == "step_seconds":
-        return seconds_text(value, row.step) + interval_text(row, "step")
-    if name == "mean_iteration_seconds":
-        return seconds_text(value, row.step) + interval_text(row, "iteration")
     if form == "s":
-        return seconds_text(value, row.step or value)
+        ends = row.interval(_WITH_INTERVAL[name]) if name in _WITH_INTERVAL else None
+        return seconds_text(value, row.step or value) + interval_text(ends, row.step)
     if name.endswith("_bytes"):
         return format(value / 1e6, form)
     return format(value, form).replace("%", " %")

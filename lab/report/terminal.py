@@ -14,7 +14,6 @@ from lab.report.verdict import verdict
 from lab.report.view import ComparisonGroup, blocks, what_is_emulated
 
 _FINDINGS = 4
-_LEFT_OUT = 5  # the place of a finding that is not printed
 _WIDTH = 100  # of a file or a pipe, which has no width of its own
 _RED = "bold red"
 _COLUMNS = {
@@ -59,22 +58,14 @@ def _print_block(console: Console, block: ComparisonGroup) -> None:
 
 
 def _most_important(found: Sequence[ReportFinding]) -> list[ReportFinding]:
-    """Return at most four findings: wrong ones, then answers."""
-    printed = [finding for finding in found if _place(finding) < _LEFT_OUT]
-    return sorted(printed, key=_place)[:_FINDINGS]
-
-
-def _place(finding: ReportFinding) -> int:
-    """Return how early a finding is printed, or ``_LEFT_OUT``."""
-    if finding.wrong:
-        return 0
-    if finding.topic == EQUAL and finding.caution:
-        return 2
-    if finding.topic == SPEED and finding.caution:
-        return 3
-    if finding.topic in (EQUAL, SPEED) or finding.caution:
-        return _LEFT_OUT
-    return 4
+    """Return at most four findings: wrong ones, cautions about the answer, then the others."""
+    printed = [finding for finding in found if finding.wrong]
+    for topic in (EQUAL, SPEED):
+        printed += [finding for finding in found if finding.topic == topic and finding.caution]
+    for finding in found:
+        if not (finding.wrong or finding.caution or finding.topic in (EQUAL, SPEED)):
+            printed.append(finding)
+    return printed[:_FINDINGS]
 
 
 def _table(block: ComparisonGroup) -> Table:
@@ -88,7 +79,7 @@ def _table(block: ComparisonGroup) -> Table:
     for line in lines(block):
         cells = []
         for name in _COLUMNS:
-            red = line.row.wrong and name == "claim"
+            red = line.row.claim.wrong and name == "claim"
             cells.append(Text(line.texts[name], style=_RED if red else ""))
         table.add_row(*cells)
     return table

@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from common.say import factor_text, listed, percent
-from lab.report.causes import BUSY, Gap, load, reasons
+from lab.report.causes import busy, load, reasons, whole
 from lab.report.findings import (
     ReportFinding,
     a_step,
@@ -50,7 +50,12 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     rows = block.at(nodes)
     wrong = [finding.text for finding in found if finding.wrong]
     if nodes == 1:
-        return _of_one_node(rows)
+        place = rows[0].place
+        text = (
+            f"On one {place} {a_step(rows[0])} takes {timed(rows[0])}; no strategy on several "
+            f"{place}s has been measured{_machine(rows)}."
+        )
+        return Verdict(text, _numbers(rows), False)
     if wrong:
         return _of_wrong_results(block, rows, wrong)
     text = f"{_where(block, nodes)} {speed(rows)}{_one_node_alone(steady(rows)[0])}"
@@ -58,18 +63,10 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     return Verdict(text, _numbers(rows), False, "\n".join(reasons(rows)))
 
 
-def _of_one_node(rows: Rows) -> Verdict:
-    text = (
-        f"On one {rows[0].place} {a_step(rows[0])} takes {timed(rows[0])}; no strategy on several "
-        f"{rows[0].place}s has been measured{_machine(rows)}."
-    )
-    return Verdict(text, _numbers(rows), False)
-
-
 def _of_wrong_results(block: ComparisonGroup, rows: Rows, wrong: Sequence[str]) -> Verdict:
     """Return what is wrong, and which of the other strategies is fastest."""
     nodes = rows[0].nodes
-    right = [row for row in rows if not row.wrong]
+    right = [row for row in rows if not row.claim.wrong]
     text = wrong[0]
     if len(wrong) > 1:
         text += f" ({len(wrong) - 1} more below)"
@@ -82,10 +79,7 @@ def _where(block: ComparisonGroup, nodes: int) -> str:
     """Return where it was measured: ``On 4 emulated nodes at 1 Gbit/s``."""
     emulated = " emulated" if block.emulated else ""
     link = f" at {link_text(block.rate)}" if block.rate is not None else ""
-    each = ""
-    if block.ranks_per_node > 1:
-        each = f" with {block.ranks_per_node} ranks each"
-    return f"On {nodes}{emulated} {block.place}s{each}{link}"
+    return f"On {nodes}{emulated} {block.place}s{block.each}{link}"
 
 
 def _one_node_alone(best: CellRow) -> str:
@@ -104,12 +98,12 @@ def _machine(rows: Rows) -> str:
         )
     alone = [rows[0].baseline] if rows[0].baseline is not None and rows[0].nodes > 1 else []
     measured = [*alone, *rows]  # speed-ups compare with the run on one rank
-    busy = [row for row in measured if load(row) > BUSY]
-    if not busy:
+    disturbed = [row for row in measured if busy(row)]
+    if not disturbed:
         return ""
-    text = f"load {max(map(load, busy)):.1f} per core"
-    if len(busy) < len(measured):
-        text = f"{text} during {listed([row.name for row in busy])}"
+    text = f"load {max(map(load, disturbed)):.1f} per core"
+    if len(disturbed) < len(measured):
+        text = f"{text} during {listed([row.name for row in disturbed])}"
     return f"; the machine was busy ({text})"
 
 
@@ -131,8 +125,9 @@ def _averaging(block: ComparisonGroup, rows: Rows) -> str:
 
 def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
     """Return the ``numbers`` of a verdict."""
-    best = steady(rows)[0]
-    last = steady(rows)[-1]
+    most = whole(rows)
+    best = most.faster
+    last = most.slower
     equal = tied(rows)
     who = best.name
     if len(equal) > 1:
@@ -144,9 +139,8 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
         numbers.append(("exposed communication", exposed, f"mean over the ranks of {best.name}"))
     if last is not best:
         ratio = f"{factor_text(last.seconds / best.seconds)} times"
-        gap = Gap(best, last)
         note = f"{last.sync} over {best.sync}"
-        if not gap.by_messages:
+        if not most.by_messages:
             note += "; most of it is not communication"
         numbers.append(("slowest over fastest", ratio, note))
     elif best.nodes > 1 and best.speedup:

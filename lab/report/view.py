@@ -105,11 +105,6 @@ class CellRow:
         return claim_of(self.cell, emulated=self.emulated_compute)
 
     @property
-    def wrong(self) -> bool:
-        """Whether it does not compute what it claims."""
-        return self.claim.contradicted
-
-    @property
     def medians(self) -> Medians:
         return self.cell.medians or _NOT_MEASURED
 
@@ -120,15 +115,21 @@ class CellRow:
             return 0.0
         return fmean(steps_of(self.cell) or [self.cell.medians.step])
 
-    @property
-    def _iterations(self) -> list[float]:
-        return _known(run.mean_iteration_seconds for run in self.runs)
+    def recorded(self, name: str) -> list[float]:
+        """Return ``name`` of each successful repeat that recorded it."""
+        values = [getattr(run, name) for run in self.runs]
+        return [value for value in values if value is not None]
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of ``name`` over the repeats that recorded it, if any did."""
+        recorded = self.recorded(name)
+        return fmean(recorded) if recorded else None
 
     @cached_property
     def seconds(self) -> float:
         """The time that is compared: of an iteration, or of a step."""
         if self.by_iterations:
-            return self.mean_iteration or 0.0
+            return self.mean("mean_iteration_seconds") or 0.0
         return self.step
 
     def interval(self, name: str) -> Interval | None:
@@ -142,7 +143,7 @@ class CellRow:
         if name == "step":
             low, high = interval(steps_of(self.cell))
         elif name == "iteration":
-            low, high = interval(self._iterations)
+            low, high = interval(self.recorded("mean_iteration_seconds"))
         if low is None or high is None:
             return None
         return low, high
@@ -204,30 +205,11 @@ class CellRow:
         return None if self.speedup is None else self.speedup / self.ranks
 
     @property
-    def mean_iteration(self) -> float | None:
-        """The mean time of an iteration without the first; the mean over the repeats."""
-        return _mean_of_known(self._iterations)
-
-    @property
-    def train_accuracy(self) -> float | None:
-        """The accuracy of the last step's batch, the mean over the repeats that have one."""
-        return _mean_of_known(run.train_accuracy for run in self.runs)
-
-    @property
     def last_loss(self) -> float | None:
         """The training loss of the last step; the median over the repeats."""
-        known = _known(run.losses[-1][1] for run in self.runs if run.losses)
+        last = [run.losses[-1][1] for run in self.runs if run.losses]
+        known = [loss for loss in last if loss is not None]
         return median(known) if known else None
-
-    @property
-    def test_accuracy(self) -> float | None:
-        """The mean accuracy on the test images over the repeats that have one."""
-        return _mean_of_known(run.test_accuracy for run in self.runs)
-
-    @property
-    def test_loss(self) -> float | None:
-        """The mean loss on the test images over the repeats that have one."""
-        return _mean_of_known(run.test_loss for run in self.runs)
 
     @property
     def error(self) -> float | None:
@@ -346,15 +328,6 @@ def tied(rows: Rows) -> list[CellRow]:
     return found
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _mean_of_known(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return fmean(known) if known else None
-
-
 def _largest(memories: Iterable[Memory | None]) -> Memory:
     known = [memory for memory in memories if memory]
     return max(known, key=lambda memory: sum(memory.values()), default={})
@@ -402,12 +375,16 @@ class ComparisonGroup:
         """The number of ranks on each node where there are several nodes."""
         return max((row.cell.ranks_per_node for row in self.rows), default=1)
 
+    @property
+    def each(self) -> str:
+        """What continues a number of several nodes: " with 2 ranks each", or nothing."""
+        return f" with {self.ranks_per_node} ranks each" if self.ranks_per_node > 1 else ""
+
     def size_text(self, nodes: int) -> str:
         """Return a number of nodes for a person: "4 nodes", "4 nodes with 2 ranks each"."""
-        text = count(nodes, self.place)
-        if nodes > 1 and self.ranks_per_node > 1:
-            return f"{text} with {self.ranks_per_node} ranks each"
-        return count(nodes, self.alone) if nodes == 1 else text
+        if nodes == 1:
+            return count(nodes, self.alone)
+        return count(nodes, self.place) + self.each
 
     @property
     def shared_nodes(self) -> list[str]:
@@ -615,10 +592,9 @@ def seconds_text(value: float, scale: float) -> str:
     return f"{value:.5f}"
 
 
-def interval_text(row: CellRow, name: str = "seconds") -> str:
-    """Return a 95 % interval of a row as `` [0.351, 0.366]``, or an empty text without one."""
-    ends = row.interval(name)
+def interval_text(ends: Interval | None, scale: float) -> str:
+    """Return an interval in seconds as `` [0.351, 0.366]``, or an empty text without one."""
     if ends is None:
         return ""
     low, high = ends
-    return f" [{seconds_text(low, row.step)}, {seconds_text(high, row.step)}]"
+    return f" [{seconds_text(low, scale)}, {seconds_text(high, scale)}]"

@@ -131,9 +131,7 @@ def draw_ranks(block: ComparisonGroup, *, narrow: bool) -> Figure:
         height=2.7,
         extra=0.7,
     )
-    places = f"number of {block.place}s"
-    if block.ranks_per_node > 1:
-        places += f" with {block.ranks_per_node} ranks each"
+    places = f"number of {block.place}s{block.each}"
     for sync in block.syncs:
         rows = [row for row in block.measured if row.sync == sync]
         if block.baseline:
@@ -204,9 +202,9 @@ def _lines(block: ComparisonGroup, nodes: int) -> Iterator[DrawnLine]:
 def _exact_lines(rows: Rows, found: Curves) -> Iterator[DrawnLine]:
     """Yield one line for all right strategies where they look alike, and one for each other."""
     apart = rows
-    right = {row.sync: found[row.sync] for row in rows if not row.wrong}
+    right = {row.sync: found[row.sync] for row in rows if not row.claim.wrong}
     if _coincide(right):
-        apart = [row for row in rows if row.wrong]
+        apart = [row for row in rows if row.claim.wrong]
         others = "other " if apart else ""
         longest = max(right.values(), key=len)
         look = {"color": INK, "linewidth": 1.8}
@@ -216,5 +214,5 @@ def _exact_lines(rows: Rows, found: Curves) -> Iterator[DrawnLine]:
         width = 1.8
         if len(apart) > 1:
             width = max(1.0, 3.2 - 0.5 * index)
-        label = f"✗ {row.sync}" if row.wrong else row.sync
+        label = f"✗ {row.sync}" if row.claim.wrong else row.sync
         yield DrawnLine(label, found[row.sync], {"color": color(row.sync), "linewidth": width})

@@ -63,7 +63,7 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
         low, high = row.interval("step") or (row.step, row.step)
         axis.plot([row.step, row.step], [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
         axis.plot([low, min(high, right)], [y, y], color=INK, linewidth=1.2)
-        _write_value(axis, y, f"{seconds_text(row.step, row.step)} s")
+        _write(axis, y, f"{seconds_text(row.step, row.step)} s")
 
     panels = _Panels(block, narrow=narrow, baseline=True, extra=0.75 if narrow else 0.55)
     panels.fill(draw, xlabel="seconds a step", limits=(0, right * 1.03))
@@ -117,7 +117,7 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
         low, middle, high = (min(each / row.ranks, right) for each in (ends[0], speedup, ends[1]))
         axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.6)
         axis.plot(middle, y, marker="o", markersize=6, color=color(row.sync))
-        _write_value(axis, y, f"{factor_text(speedup)} times")
+        _write(axis, y, f"{factor_text(speedup)} times")
 
     panels = _Panels(block, narrow=narrow, baseline=False, extra=0.5 if narrow else 0.35)
     panels.fill(draw, xlabel="efficiency", limits=(0, right * 1.03))
@@ -278,7 +278,7 @@ class _Panels:
         self.singles: list[CellRow] = []
         if baseline and block.nodes != [1]:
             self.singles = [row for row in block.rows if row.nodes == 1]
-        wrong = {row.sync for row in block.rows if row.wrong}
+        wrong = {row.sync for row in block.rows if row.claim.wrong}
         self.labels = [f"{row.sync} (1 {block.alone})" for row in self.singles]
         self.labels += [f"✗ {sync}" if sync in wrong else sync for sync in block.syncs]
         self.columns = 3
@@ -324,17 +324,13 @@ class _Panels:
             axis.grid(axis="x")
 
 
-def _write_value(axis: Axes, y: float, text: str) -> None:
-    """Write right of the panel."""
-    _write(axis, y, text, 1.02)
-
-
 def _write_reason(axis: Axes, y: float, text: str) -> None:
     """Write into a row why it has no value."""
-    _write(axis, y, text, 0.02, style="italic")
+    _write(axis, y, text, x=0.02, style="italic")
 
 
-def _write(axis: Axes, y: float, text: str, x: float, **look: Any) -> None:
+def _write(axis: Axes, y: float, text: str, *, x: float = 1.02, **look: Any) -> None:
+    """Write into a row, by default right of the panel."""
     axis.annotate(
         text,
         (x, y),

@@ -76,7 +76,7 @@ def test_weights_that_are_not_the_mean_are_named(claims, pattern):
     entry = claiming("ring", *claims)
     found = claims_of(block(entry, cell("ddp", 2)))
     assert wrong_in(found) == {"ring": pattern}
-    assert (found["ddp"].right, found["ring"].contradicted) == (True, True)
+    assert (found["ddp"].right, found["ring"].wrong) == (True, True)
     said = [finding for finding in findings(block(entry)) if finding.topic == EQUAL]
     assert said[0].wrong
     assert found["ring"].seen.judgement.sentence in said[0].text
@@ -96,7 +96,7 @@ def test_what_is_not_recorded_is_not_checked_and_never_right(claims, settings, r
     found = block(claiming("ring", *claims), **settings)
     claim = claims_of(found)["ring"]
     assert not claim.right
-    assert not claim.contradicted
+    assert not claim.wrong
     assert reason in claim.why_not
     [said] = [finding for finding in findings(found) if finding.topic == EQUAL]
     assert said.caution
@@ -108,7 +108,7 @@ def test_only_exact_strategies_promise_the_mean_and_equal_weights():
         apart = claiming(sync, weights(MEAN))
         apart.repeats[0].equal_weights = False
         claim = claims_of(block(apart))[sync]
-        assert claim.contradicted == contradicted
+        assert claim.wrong == contradicted
         assert not claim.right
         assert not claim.why_not
 
