@@ -29,8 +29,7 @@ from lab.predict.calibration_file import describe, load_calibration, reference_p
 from lab.predict.printing import summarize
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
-from lab.report import html, tables, view
-from lab.report.drawings import timeline
+from lab.report import html, tables, timeline, view
 from lab.report.terminal import print_answer
 from tests.helpers.hostile import CASES, altered, changed, damaged, run_cases, untouched
 from tests.lab.compare.test_results import write_run
