@@ -56,7 +56,7 @@ _THROUGH = {"ddp": "DDP", "bypass": "the model past its DDP", "module": "the mod
 _NO_RULE = re.compile("foreach|fused|capturable|differentiable|eps|(initial|max|min|base)_.*")
 _VARIOUS = "various"
 _DRAWN = {True: "new", False: "no"}
-_IN_BRACKETS = re.compile(r" \([^)]*\)")
+_IN_BRACKETS = re.compile(r" \([^()]*\)")
 
 
 class Difference(msgspec.Struct):

@@ -227,11 +227,13 @@ const Words = (() => {
   /** Return the share of a step that takes half the time where a change brings this gain. */
   const halved = (gain) => 2 * (1 - 1 / gain);
 
+  const LINKS_GAIN = 1.1; // of links twice as fast, from which on they are the limit
+
   /** Return what limits messages of many bytes, of which no purchase changes more. */
   function bytesLimit(data, state, row, links) {
     if (row.nodes === 1) return "inside";
-    if (row.gains.network >= 1 + data.constants.little) return links;
-    const isFast = state.costs === "calibrated" || state.rate_gbit >= enoughGbit(data, state);
+    if (row.gains.network > LINKS_GAIN) return links;
+    const isFast = state.costs === "calibrated" || 2 * state.rate_gbit >= enoughGbit(data, state);
     const inside = state.inside_gbit ?? typical(data, state, "inside_gbit");
     const isSlowInside = !isFast || inside < mostGbit(data, state);
     return state.ranks_per_node > 1 && isSlowInside ? "inside" : "software";

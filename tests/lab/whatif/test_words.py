@@ -206,7 +206,7 @@ def contradiction(words, state):
         return "" if gains[best] >= 1.03 and best != "network" and not is_alone else best
     if kind == "network":
         return "" if best == "network" or gains["network"] > 1.1 else best
-    if "software" in heading and gains["network"] >= 1.03:
+    if "software" in heading and gains["network"] > 1.1:
         return "links"
     return "" if share > 1 / 3 and gains["network"] < 4 / 3 else "messages"
 
