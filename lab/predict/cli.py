@@ -275,8 +275,6 @@ def _cluster(
 
     calibrated : the calibration is the reader's own.
     """
-    from lab.predict.cluster import TypicalCluster
-
     of_links = (args.backend, args.transport, args.adapters)
     chosen = any(value is not None for value in of_links)
     if rate_bits is None:
@@ -287,6 +285,13 @@ def _cluster(
         return None
     if calibrated and not chosen and args.step_time is None and args.fit is None:
         return None
+    return _typical_cluster(args, rate_bits)
+
+
+def _typical_cluster(args: argparse.Namespace, rate_bits: float) -> "TypicalCluster":
+    """Return the kind of cluster that the flags describe, with links of that rate."""
+    from lab.predict.cluster import TypicalCluster
+
     backend = args.backend or ("gloo" if args.step_time is None else "nccl")
     if args.adapters is not None and not 1 <= args.adapters <= MOST_ADAPTERS:
         raise UserError(f"--adapters: got {args.adapters}, give 1 to {MOST_ADAPTERS}")
