@@ -32,6 +32,7 @@ from lab.predict import (
     own_model,
     printing,
     priors,
+    scaling,
     scenario,
     tables,
 )
@@ -40,6 +41,7 @@ from lab.predict.sentences import templates
 from lab.strategy_style import color, marker_outline
 
 FORMAT = 1
+MOST_NODES = 4096  # that a reader can give
 _LARGEST = sys.float_info.max  # JSON has no infinity
 # How far predictions of published steps were off; benchmarks/predictions.py --write makes it.
 FAMILIES = Path(__file__).with_name("families.json")
@@ -167,6 +169,8 @@ def _constants() -> dict[str, Any]:
         "headers": event_model.HEADERS,
         "packet_bytes": event_model.PACKET_BYTES,
         "largest_nodes": event_model.LARGEST_NODES,
+        "nodes_tried": scaling.numbers_of_nodes(MOST_NODES),
+        "few_samples": scaling.FEWEST_SAMPLES_TRIED,
         "near_zero": event_model.NEAR_ZERO,
         "sampled_ranks": event_model.SAMPLED_RANKS,
         "high_z": priors.HIGH_Z,

@@ -12,7 +12,7 @@ const Page = (() => {
   const octaves = (first, count) => Array.from({ length: count }, (_, index) => first * 2 ** index);
 
   const CURVE_NODES = octaves(1, 13); // 1, 2, 4, … 4,096
-  const MOST_BANDS = 4; // curves with a band: each takes milliseconds
+  const MOST_BANDS = 4; // curves with a band each; of more, only that of the focus has one
   const LINK_PAUSE = 300; // ms without a change until the link is written: browsers limit that
   const SPEECH_PAUSE = 700; // ms without a change until a screen reader hears the answer
   const EXAMPLE_STEP_MS = 100;
@@ -45,14 +45,16 @@ const Page = (() => {
   function compute() {
     const others = state.strategies.filter((name) => name !== state.focus);
     const names = [state.focus, ...others];
-    const rows = names.map((name) => ({ strategy: name, ...Engine.row(data, state, name) }));
+    const rows = names.map((name) => ({ strategy: name, ...Engine.step(data, state, name) }));
+    const focus = { ...rows[0], ...Engine.row(data, state, state.focus) };
     const nodes = [...new Set([...CURVE_NODES, state.nodes])].sort(byValue);
+    const isFew = rows.length <= MOST_BANDS;
     const curves = rows.map((row, index) => ({
       strategy: row.strategy,
-      points: Engine.curve(data, state, row.strategy, nodes, { band: index < MOST_BANDS }),
+      points: Engine.curve(data, state, row.strategy, nodes, { band: index === 0 || isFew }),
     }));
     return {
-      focus: rows[0],
+      focus,
       rows: inOrder(rows),
       curves: inOrder(curves),
       nodes,

@@ -31,6 +31,7 @@ const Words = (() => {
   /** Return the digits that Python's format has, which rounds a tie to the even digit. */
   function rounded(value, digits) {
     const away = value.toFixed(digits);
+    if (!Number.isInteger(2 * value * 10 ** digits)) return away; // no tie; the rest takes long
     const exact = value.toFixed(Math.min(100, digits + 60));
     const rest = exact.slice(exact.indexOf(".") + 1 + digits);
     if (!/^50*$/.test(rest)) return away;
