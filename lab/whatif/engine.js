@@ -479,11 +479,10 @@ const Engine = (() => {
   // The cluster, and what of a state decides what is sent.
   const OF_MESSAGES = [
     "model", "parameters", "gradient_type", "costs", "backend", "transport", "ranks_per_node",
-    "bucket_mb",
   ];
   const OF_SETTING = [
     ...OF_MESSAGES, "adapters", "software_gbit", "rate_gbit", "inside_gbit", "latency_us", "step_ms",
-    "batch", "scaling", "batch_size",
+    "batch", "scaling", "batch_size", "bucket_mb",
   ];
   const KEPT = 4; // a slider of nodes changes no setting, and one of the rate no messages
 
@@ -570,12 +569,15 @@ const Engine = (() => {
    * Return a strategy's messages on a number of nodes: the lines that differ, and in which order
    * they go beside backward, after it, and beside the next forward.
    */
-  const scheduleOf = (setting, name, nodes) =>
-    remembered(setting.schedules, `${name} ${nodes}`, () => newSchedule(setting, name, nodes));
+  const scheduleOf = (setting, name, nodes) => {
+    const { plan } = setting.data.strategies.find((known) => known.name === name);
+    const buckets = "bucket_mb" in plan.options ? setting.state.bucket_mb : "";
+    const make = () => newSchedule(setting, plan, nodes);
+    return remembered(setting.schedules, `${name} ${nodes} ${buckets}`, make);
+  };
 
-  const newSchedule = (setting, name, nodes) => {
-    const { data, state, gradients, readiness } = setting;
-    const { plan } = data.strategies.find((known) => known.name === name);
+  const newSchedule = (setting, plan, nodes) => {
+    const { state, gradients, readiness } = setting;
     const ranks = nodes * state.ranks_per_node;
     let operations = [];
     if (ranks > 1) {
@@ -617,17 +619,28 @@ const Engine = (() => {
 
   /** Return the line of an operation, the same for all equal ones; partners are not compared. */
   const lineFor = (setting, lines, operation, ranks) => {
-    const { kind, nbytes, count, summed, copied, among, partner } = operation;
-    const ahead = partner ? lines.size : "";
-    const key = [kind, nbytes, count, summed, copied, among, ahead].join(" ");
-    return remembered(lines, key, () => ({
+    const ofThatSize = remembered(lines, operation.nbytes, () => []);
+    const known = ofThatSize.find((line) => isAlike(line.operation, operation));
+    if (known) return known;
+    const line = {
       ...lineOf(setting.data, operation, ranks, setting.state.ranks_per_node),
       inSoftware: lineOf(setting.data, operation, ranks, 1),
       seconds: 0, // on the network at hand, as are the delay share and the speed beside it
       delay: 0,
       speed: 1,
-    }));
+    };
+    ofThatSize.push(line);
+    return line;
   };
+
+  const isAlike = (first, second) =>
+    first.kind === second.kind &&
+    first.count === second.count &&
+    first.summed === second.summed &&
+    first.copied === second.copied &&
+    first.among === second.among &&
+    !first.partner &&
+    !second.partner;
 
   /** Whether a line's seconds are linear in what it loads: no shared link, no floor and no tree. */
   const isLinear = (network, line) => {
