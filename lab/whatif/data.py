@@ -46,6 +46,7 @@ _LARGEST = sys.float_info.max  # JSON has no infinity
 # How far predictions of published steps were off; benchmarks/predictions.py --write makes it.
 FAMILIES = Path(__file__).with_name("families.json")
 _PRESETS = Path(__file__).with_name("presets.toml")
+_EXAMPLES = Path(__file__).with_name("examples.toml")
 
 
 class State(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -61,6 +62,7 @@ class State(Struct, forbid_unknown_fields=True, kw_only=True):
     step_ms, batch : a step of ``batch`` samples of one rank; None: the calibration's own step.
     batch_size, scaling : samples of all ranks together ("strong"), or of each rank ("weak").
     strategies : those that are drawn. focus : the one of the timeline and of the sentence.
+    least_efficiency, most_step_ms : the reader's targets, in percent and milliseconds; None: none.
     measured : id of a set of measured points.
     """
 
@@ -84,6 +86,8 @@ class State(Struct, forbid_unknown_fields=True, kw_only=True):
     bucket_mb: float | None = None
     strategies: list[str]
     focus: str = "ddp"
+    least_efficiency: float | None = None
+    most_step_ms: float | None = None
     measured: str | None = None
 
 
@@ -143,6 +147,8 @@ def page_data(
         "draws": _draws(),
         "priors": _priors(),
         "transports": cluster.TRANSPORT_NAMES,
+        "generations": cluster.GENERATIONS,
+        "later_from": {" ".join(key): bits for key, bits in cluster.LATER_FROM_BITS.items()},
         "strategies": strategies,
         "left_out": left_out,
         "models": [_model(calibration, name) for name in names],
@@ -150,6 +156,7 @@ def page_data(
         "presets": _presets(calibration),
         "sentences": templates(),
         "families": json.loads(FAMILIES.read_bytes()),
+        "examples": tomllib.loads(_EXAMPLES.read_text(encoding="utf-8")),
         "measured": measured,
         "questions": questions,
     }
@@ -231,7 +238,7 @@ def _strategies() -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
             "label": strategy.label,
             "color": color(name),
             "marker": marker_outline(name),
-            "part": strategy.part,
+            "per_tensor": name == "all_reduce",  # which the bare name does not say
             "plan": plan,
         }
         found.append(shown)

@@ -2,39 +2,67 @@
 
 /**
  * What the reader has chosen: a plain object, checked here, written into the page's link and into a
- * `lab predict` command. A link holds what differs from the first preset, and ends in "end", so
- * that a link that was cut is noticed. Touches no DOM.
+ * `lab predict` command. A link holds what differs from the first preset, then that of a kept state,
+ * and ends in "end", so that a link that was cut is noticed. Touches no DOM.
  * data.py describes a State.
  */
 const State = (() => {
   const END = "end";
+  const KEPT = "kept"; // what follows is of the state beside it
 
   // The generations of nodes by transport, with what links of before they were told apart say.
   const TRANSPORTS = { "tcp-vm": "tcp", "tcp-server": "", "rdma-host": "rdma", "rdma-gpudirect": "" };
 
-  // key: in the link. label: of the control, for messages. least, most: what the page takes.
+  // key: in the link. label: of the control, for messages. unit: after two values that differ, of
+  // what changes a step. least, most: what the page takes. empty: what a field without a value means.
   const FIELDS = {
-    model: { key: "m", label: "Model" },
-    parameters: { key: "p", label: "Parameters", least: 1, most: 1e12, whole: true },
-    gradient_type: { key: "g", label: "Gradient type", choices: ["fp32", "fp16", "bf16"] },
-    costs: { key: "c", label: "Costs", choices: ["typical", "calibrated"] },
-    backend: { key: "b", label: "Backend", choices: ["nccl", "gloo"] },
-    transport: { key: "t", label: "Transport", choices: Object.keys(TRANSPORTS) },
-    adapters: { key: "e", label: "Adapters a node", least: 1, most: 64, whole: true, optional: true },
-    software_gbit: { key: "o", label: "Software passes", least: 0.01, most: 20000, optional: true },
-    rate_gbit: { key: "r", label: "Rate between nodes", least: 0.01, most: 3200 },
-    inside_gbit: { key: "i", label: "Rate inside a node", least: 0.1, most: 20000, optional: true },
-    latency_us: { key: "l", label: "Latency", least: 0.01, most: 1e6, optional: true },
-    step_ms: { key: "s", label: "Step time", least: 0.01, most: 1e6, optional: true },
-    batch: { key: "a", label: "Batch of that step", least: 1, most: 1e6, whole: true },
-    scaling: { key: "w", label: "Scaling", choices: ["weak", "strong"] },
-    batch_size: { key: "z", label: "Batch size", least: 1, most: 1e7, whole: true },
-    nodes: { key: "n", label: "Nodes", least: 1, most: 4096, whole: true },
-    ranks_per_node: { key: "k", label: "Ranks a node", least: 1, most: 64, whole: true },
-    bucket_mb: { key: "u", label: "Bucket size", least: 0.01, most: 10000, optional: true },
+    model: { key: "m", label: "Model", unit: "" },
+    parameters: {
+      key: "p", label: "Parameters", unit: "parameters", least: 1, most: 1e12, whole: true,
+    },
+    gradient_type: { key: "g", label: "Gradient type", unit: "gradients", choices: ["fp32", "fp16", "bf16"] },
+    costs: { key: "c", label: "Costs", unit: "costs", choices: ["typical", "calibrated"] },
+    backend: { key: "b", label: "Backend", unit: "", choices: ["nccl", "gloo"] },
+    transport: { key: "t", label: "Transport", unit: "", choices: Object.keys(TRANSPORTS) },
+    adapters: {
+      key: "e", label: "Adapters a node", unit: "adapters a node", least: 1, most: 64, whole: true,
+      empty: "typical",
+    },
+    software_gbit: {
+      key: "o", label: "Software passes", unit: "Gbit/s of software", least: 0.01, most: 20000,
+      empty: "typical",
+    },
+    rate_gbit: { key: "r", label: "Rate between nodes", unit: "Gbit/s", least: 0.01, most: 3200 },
+    inside_gbit: {
+      key: "i", label: "Rate inside a node", unit: "Gbit/s inside a node", least: 0.1, most: 20000,
+      empty: "typical",
+    },
+    latency_us: {
+      key: "l", label: "Latency", unit: "µs of latency", least: 0.01, most: 1e6, empty: "typical",
+    },
+    step_ms: {
+      key: "s", label: "Step time", unit: "ms alone", least: 0.01, most: 1e6, empty: "calibrated",
+    },
+    batch: {
+      key: "a", label: "Batch of that step", unit: "samples alone", least: 1, most: 1e6, whole: true,
+    },
+    scaling: { key: "w", label: "Scaling", unit: "scaling", choices: ["weak", "strong"] },
+    batch_size: {
+      key: "z", label: "Batch size", unit: "samples", least: 1, most: 1e7, whole: true,
+    },
+    nodes: { key: "n", label: "Nodes", unit: "nodes", least: 1, most: 4096, whole: true },
+    ranks_per_node: {
+      key: "k", label: "Ranks a node", unit: "ranks a node", least: 1, most: 64, whole: true,
+    },
+    bucket_mb: {
+      key: "u", label: "Bucket size", unit: "MiB a bucket", least: 0.01, most: 10000,
+      empty: "default",
+    },
+    focus: { key: "f", label: "Timeline and answer", unit: "" },
     strategies: { key: "y", label: "Strategies", list: true },
-    focus: { key: "f", label: "Timeline and answer" },
-    measured: { key: "d", label: "Measured points", optional: true },
+    least_efficiency: { key: "v", label: "Efficiency of at least", least: 1, most: 100, empty: "none" },
+    most_step_ms: { key: "x", label: "Step of at most", least: 0.01, most: 1e6, empty: "none" },
+    measured: { key: "d", label: "Measured points", empty: "none" },
   };
 
   const copy = (state) => ({ ...state, strategies: [...state.strategies] });
@@ -53,7 +81,7 @@ const State = (() => {
 
   /** Return what is wrong with one value alone, as a sentence; null if nothing is. */
   function valueProblem(field, value) {
-    if (field.optional && value === null) return null;
+    if (field.empty && value === null) return null;
     if (isNumber(field)) {
       const inRange = typeof value === "number" && value >= field.least && value <= field.most;
       const fits = inRange && (!field.whole || Number.isInteger(value));
@@ -129,9 +157,7 @@ const State = (() => {
   }
 
   /** Return what is wrong as one sentence; null if the state can be predicted. */
-  function check(data, state) {
-    return problem(data, state)?.text ?? null;
-  }
+  const check = (data, state) => problem(data, state)?.text ?? null;
 
   const textOf = (field, value) => (field.list ? value.join(",") : String(value ?? ""));
 
@@ -142,8 +168,17 @@ const State = (() => {
     );
   }
 
-  /** Return the state as the end of a link: "#n=8&r=25&end". */
-  function encode(data, state) {
+  /** Return the names of the settings that change a state's predictions. */
+  function settingsOf(state) {
+    const unused = [];
+    if (state.model !== "own") unused.push("parameters");
+    if (state.ranks_per_node === 1) unused.push("inside_gbit");
+    if (state.step_ms === null) unused.push("batch");
+    const names = Object.keys(FIELDS).filter((name) => FIELDS[name].unit !== undefined);
+    return names.filter((name) => !unused.includes(name));
+  }
+
+  function partsOf(data, state) {
     const standard = defaults(data);
     const parts = [];
     for (const [name, field] of Object.entries(FIELDS)) {
@@ -151,12 +186,18 @@ const State = (() => {
       if (text === textOf(field, standard[name])) continue;
       parts.push(`${field.key}=${encodeURIComponent(text).replaceAll("%2C", ",")}`);
     }
-    return `#${[...parts, END].join("&")}`;
+    return parts;
+  }
+
+  /** Return the state, and a kept one if there is one, as the end of a link: "#n=8&r=25&end". */
+  function encode(data, state, kept = null) {
+    const beside = kept === null ? [] : [KEPT, ...partsOf(data, kept)];
+    return `#${[...partsOf(data, state), ...beside, END].join("&")}`;
   }
 
   function valueOf(field, text) {
     if (field.list) return [...new Set(text.split(","))].filter((name) => name !== "");
-    if (field.optional && text === "") return null;
+    if (field.empty && text === "") return null;
     if (!isNumber(field)) return text;
     return /^\d+(\.\d+)?(e[+-]?\d+)?$/.test(text) ? Number(text) : text;
   }
@@ -176,17 +217,27 @@ const State = (() => {
   }
 
   /**
-   * Return the state of a link's end, as {state}, or what is wrong with it, as {problem}.
+   * Return the state of a link's end, as {state}, or what is wrong with it, as {problem}; kept: the
+   * state beside it, if there is one.
    *
    * @param {string} text "#n=8&end"; "" and "#" are the defaults
    */
   function decode(data, text) {
-    const state = defaults(data);
     const parts = text.replace(/^#/, "").split("&");
-    if (parts.length === 1 && parts[0] === "") return { state };
+    if (parts.length === 1 && parts[0] === "") return { state: defaults(data) };
     if (parts.pop() !== END) {
       return { problem: 'The link is not complete: it does not end in "&end". Copy it again.' };
     }
+    const middle = parts.indexOf(KEPT);
+    if (middle < 0) return stateOf(data, parts);
+    const found = stateOf(data, parts.slice(0, middle));
+    const { state: kept, problem: wrong } = stateOf(data, parts.slice(middle + 1));
+    return wrong ? { problem: wrong } : { kept, ...found };
+  }
+
+  /** Return the state that these parts of a link say, as {state}, or what is wrong, as {problem}. */
+  function stateOf(data, parts) {
+    const state = defaults(data);
     const seen = new Set();
     for (const part of parts) {
       const [key, ...rest] = part.split("=");
@@ -248,5 +299,16 @@ const State = (() => {
     return words.map((word) => quoted(String(word))).join(" ");
   }
 
-  return { FIELDS, defaults, copy, same, problem, check, encode, decode, command, usesAdapters };
+  /** Return the transport with the likelier generation of nodes: generation_of of cluster.py. */
+  function likelierTransport(data, { backend, transport, rate_gbit: rate }) {
+    const [kind] = transport.split("-");
+    const [earlier, later] = data.generations[kind];
+    const laterFrom = data.later_from[`${backend} ${kind}`] ?? Infinity;
+    return 1e9 * rate < laterFrom ? earlier : later;
+  }
+
+  return {
+    FIELDS, defaults, copy, same, problem, check, encode, decode, command, usesAdapters, settingsOf,
+    likelierTransport,
+  };
 })();

@@ -212,17 +212,10 @@ const Words = (() => {
   /** Return from which rate on the nodes' software limits the links; "" if it does not. */
   function softwareLimit(data, state) {
     if (state.costs === "calibrated") return "";
-    const most = Engine.softwareGbit(data, state);
     const enough = enoughGbit(data, state);
     if (2 * state.rate_gbit <= enough) return "";
-    const limit =
-      `Links above ${three(enough)} Gbit/s would bring nothing more where a node's software passes ` +
-      `${rounded(most.typical, 1)} Gbit/s at most`;
-    if (state.software_gbit !== null) return `${limit}.`;
-    return (
-      `${limit}, which is typical of ${softwareOf(data, state)} ` +
-      `(80 %: ${three(most.low)} to ${three(most.high)} Gbit/s).`
-    );
+    const whose = state.software_gbit === null ? "typical software" : "your software";
+    return `Links above ${three(enough)} Gbit/s would bring nothing more: ${whose} passes no more.`;
   }
 
   /** Return the share of a step that takes half the time where a change brings this gain. */
@@ -320,22 +313,30 @@ const Words = (() => {
     );
   }
 
-  /** Return the batch that is predicted: "256 samples over 4 nodes, 64 each". */
+  /** Return the batch that is predicted: "256 samples, 64 a node". */
   function batch(data, state) {
     const ranks = state.nodes * state.ranks_per_node;
     if (ranks === 1) return counted(state.batch_size, "sample");
     if (state.scaling === "weak") {
-      return `${counted(state.batch_size, "sample")} a rank, ${grouped(ranks * state.batch_size)} in all`;
+      return `${counted(state.batch_size, "sample")} a rank, ${grouped(samplesOf(data, state))} in all`;
     }
-    const all = Math.max(state.batch_size, ranks * Engine.leastSamples(data, state));
-    const owners = state.ranks_per_node === 1 ? "nodes" : "ranks";
+    const all = samplesOf(data, state);
+    const owner = state.ranks_per_node === 1 ? "node" : "rank";
     const most = all % ranks === 0 ? "" : "up to ";
-    return `${counted(all, "sample")} over ${grouped(ranks)} ${owners}, ${most}${grouped(Math.ceil(all / ranks))} each`;
+    return `${counted(all, "sample")}, ${most}${grouped(Math.ceil(all / ranks))} a ${owner}`;
+  }
+
+  /** Return the samples of all ranks in a step. */
+  function samplesOf(data, state) {
+    const ranks = state.nodes * state.ranks_per_node;
+    if (state.scaling === "weak") return ranks * state.batch_size;
+    return Math.max(state.batch_size, ranks * Engine.leastSamples(data, state));
   }
 
   /** Return the settings in words: a line for the page, for paper and for saved pictures. */
   function about(data, state) {
-    const model = state.model === "own" ? `${grouped(state.parameters)} parameters` : state.model;
+    let model = state.model === "own" ? `${grouped(state.parameters)} parameters` : state.model;
+    if (isExample(data, state)) model += " (an example step)";
     const ranks = state.ranks_per_node === 1 ? "" : ` of ${state.ranks_per_node} ranks`;
     const software = state.costs === "calibrated" ? "costs as calibrated" : softwareOf(data, state);
     return (
@@ -344,9 +345,83 @@ const Words = (() => {
     );
   }
 
+  /** Whether the step is the model's example, and not of the reader. */
+  function isExample(data, state) {
+    const { step_ms: seconds, batch } = data.examples[state.model] ?? {};
+    return state.step_ms === seconds && state.batch === batch;
+  }
+
+  /** Return whose step time it is, for its control. */
+  function stepSource(data, state) {
+    if (!isExample(data, state)) return "Measured on one rank alone. Empty: as calibrated.";
+    return `Only an example: ${data.examples[state.model].about}. Type that of your own rank alone.`;
+  }
+
+  // -- two states, and targets ------------------------------------------------------------------
+
+  /** Return what differs between two states: "10 to 25 Gbit/s, 4 to 8 nodes"; "" if nothing. */
+  function changes(first, second) {
+    const valueOf = (state, name) => {
+      const value = state[name] ?? State.FIELDS[name].empty;
+      return typeof value === "number" ? three(value) : value;
+    };
+    const differing = State.settingsOf(second).filter((name) => first[name] !== second[name]);
+    const parts = differing.map((name) =>
+      `${valueOf(first, name)} to ${valueOf(second, name)} ${State.FIELDS[name].unit}`.trim());
+    return parts.join(", ");
+  }
+
+  /** Return how the steps of two states compare, as a sentence. */
+  function comparison(data, kept, state) {
+    const differing = changes(kept, state);
+    if (differing === "") return "Kept. Change a control: both are drawn and compared.";
+    const [before, after] = [kept, state].map((each) => Engine.step(data, each, each.focus).step_seconds);
+    const { value, range: shares } = Engine.ratio(data, kept, state);
+    const samples = samplesOf(data, state) / samplesOf(data, kept);
+    const what = samples === 1 ? "times as fast" : "times the samples a second";
+    const found = `${differing}: ${range(before, after, " to ", after)} a step, ${times(samples * value)} ${what}`;
+    if (shares === null) return `${found}.`;
+    const [low, high] = shares.map((share) => samples * share);
+    const open = low < 1 && high > 1 ? "; which is faster is open" : "";
+    return `${found} (80 %: ${times(low)} to ${times(high)})${open}.`;
+  }
+
+  /** Return on which nodes the focus reaches the reader's targets, as sentences; "" without one. */
+  function targets(data, state) {
+    const { least_efficiency: least, most_step_ms: most } = state;
+    const sentences = [];
+    if (least !== null) sentences.push(efficiencyTarget(Engine.triedPoints(data, state), least));
+    if (most !== null) sentences.push(stepTarget(Engine.triedPoints(data, state), 1e-3 * most));
+    return sentences.join(" ");
+  }
+
+  function efficiencyTarget(points, least) {
+    const found = points.findLast((point) => 100 * point.efficiency >= least);
+    const target = `an efficiency of ${three(least)} %`;
+    if (found === undefined) return `No number of nodes reaches ${target}.`;
+    const all = found === points.at(-1) ? `, the most tried,` : "";
+    return `${counted(found.nodes, "node")}${all} ${found.nodes === 1 ? "is" : "are"} the most with ${target}.`;
+  }
+
+  function stepTarget(points, seconds) {
+    const first = points.findIndex((point) => point.step_seconds <= seconds);
+    const fastest = best(points, (point) => -point.step_seconds);
+    if (first < 0) {
+      return (
+        `No number of nodes has a step of ${duration(seconds)}: the fastest takes ` +
+        `${duration(fastest.step_seconds)}, on ${counted(fastest.nodes, "node")}.`
+      );
+    }
+    const last = points.findLastIndex((point) => point.step_seconds <= seconds);
+    const between = points.slice(first, last + 1);
+    const some = between.every((point) => point.step_seconds <= seconds) ? "" : "some of ";
+    const from = first === last ? "" : `${grouped(points[first].nodes)} to `;
+    return `A step takes at most ${duration(seconds)} on ${some}${from}${counted(points[last].nodes, "node")}.`;
+  }
+
   return {
     duration, bytes, range, times, percent, efficiency, counted, grouped, three,
     sentence, sentenceOf, softwareLimit, limits, error, batch, about, bestPurchases,
-    softwareRange,
+    softwareRange, stepSource, comparison, targets,
   };
 })();
