@@ -45,8 +45,6 @@ MOST_NODES = 4096  # that a reader can give
 _LARGEST = sys.float_info.max  # JSON has no infinity
 # How far predictions of published steps were off; benchmarks/predictions.py --write makes it.
 FAMILIES = Path(__file__).with_name("families.json")
-_PRESETS = Path(__file__).with_name("presets.toml")
-_EXAMPLES = Path(__file__).with_name("examples.toml")
 
 
 class State(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -156,7 +154,9 @@ def page_data(
         "presets": _presets(calibration),
         "sentences": templates(),
         "families": json.loads(FAMILIES.read_bytes()),
-        "examples": tomllib.loads(_EXAMPLES.read_text(encoding="utf-8")),
+        "fields": _rows("fields"),
+        "examples": _rows("examples"),
+        **_rows("limits"),
         "measured": measured,
         "questions": questions,
     }
@@ -194,6 +194,11 @@ def _constants() -> dict[str, Any]:
         "decided": printing.DECIDED,
         "little": printing.LITTLE,
     }
+
+
+def _rows(name: str) -> dict[str, Any]:
+    """Return the tables of a TOML file of this package."""
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _priors() -> list[dict[str, Any]]:
@@ -298,7 +303,7 @@ def _calibration(calibration: Calibration, *, is_reference: bool) -> dict[str, A
 def _presets(calibration: Calibration) -> list[Preset]:
     """Return the clusters of presets.toml; one without a model has that of the calibration."""
     presets = []
-    for name, entry in tomllib.loads(_PRESETS.read_text(encoding="utf-8")).items():
+    for name, entry in _rows("presets").items():
         entry["state"] = {"model": calibration.model} | entry["state"]
         presets.append(msgspec.convert({"id": name} | entry, Preset))
     return presets

@@ -21,9 +21,9 @@ const Measured = (() => {
   }
 
   /** Return the settings of a state that are not those of a set, by name. */
-  function differences(set, state) {
-    const settings = State.settingsOf(state).filter((name) => name in set.state && !DRAWN.includes(name));
-    return settings.filter((name) => !isClose(set.state[name], state[name]));
+  function differences(data, set, state) {
+    const settings = State.settingsOf(data, state).filter((name) => !DRAWN.includes(name));
+    return settings.filter((name) => name in set.state && !isClose(set.state[name], state[name]));
   }
 
   /** Return the measured efficiency where the step of one node was measured too, else null. */
@@ -37,7 +37,7 @@ const Measured = (() => {
   /** Return the points of the chosen set for the pictures; none if the state is another one. */
   function points(data, state) {
     const set = setCalled(data, state.measured);
-    if (set === null || differences(set, state).length > 0) return [];
+    if (set === null || differences(data, set, state).length > 0) return [];
     return set.points
       .filter((point) => state.strategies.includes(point.strategy))
       .map((point) => ({ ...point, note: "", efficiency: efficiency(state, point) }));
@@ -124,14 +124,14 @@ const Measured = (() => {
     const state = Page.state();
     const set = setCalled(data, state.measured);
     byId("measured-set").value = set?.id ?? "";
-    const differing = set === null ? [] : differences(set, state);
+    const differing = set === null ? [] : differences(data, set, state);
     const hasTable = set !== null && differing.length === 0;
     byId("measured-about").textContent = set?.about ?? "";
     byId("measured-off").hidden = differing.length === 0;
     for (const id of ["measured-scroll", "measured-sides"]) byId(id).hidden = !hasTable;
     byId("measured-error").hidden = !set?.is_published;
     if (differing.length) {
-      const names = differing.map((name) => State.FIELDS[name].label.toLowerCase()).join(", ");
+      const names = differing.map((name) => data.fields[name].label.toLowerCase()).join(", ");
       byId("measured-off").firstChild.textContent =
         `These steps were measured with other settings (${names}), so they are not drawn.`;
     }

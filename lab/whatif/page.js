@@ -259,11 +259,11 @@ const Page = (() => {
 
   // -- controls ---------------------------------------------------------------------------------
 
-  const currentPreset = () => data.presets.find((preset) => State.same(preset.state, state));
+  const currentPreset = () => data.presets.find((preset) => State.same(data, preset.state, state));
 
   /** Write the state into all controls but the one that the reader is typing into. */
   function writeControls(typedInto = null) {
-    for (const name of Object.keys(State.FIELDS)) {
+    for (const name of Object.keys(data.fields)) {
       const control = byId(`c-${name}`);
       if (control && control !== typedInto) control.value = state[name] ?? "";
       const slider = byId(`slide-${name}`);
@@ -280,7 +280,7 @@ const Page = (() => {
     }
     byId("about-preset").textContent = preset?.about ?? "";
     byId("help-batch_size").textContent = Words.batch(data, state);
-    byId("back").hidden = mine === null || State.same(mine, state);
+    byId("back").hidden = mine === null || State.same(data, mine, state);
     byId("own-step").hidden = state.step_ms === null;
     byId("calibrated-step").hidden = state.step_ms !== null;
     const isCalibrated = state.costs === "calibrated";
@@ -363,7 +363,7 @@ const Page = (() => {
   /** Return the state with the example step of its model, of an own one with the step that it has. */
   function withExample(wanted) {
     if (wanted.model === data.calibration.model) return { ...wanted, step_ms: null };
-    const { step_ms, batch } = data.examples[wanted.model];
+    const { step_ms, batch } = Words.exampleOf(data, wanted);
     const size = wanted.scaling === "weak" ? batch : wanted.batch_size;
     return { ...wanted, step_ms, batch, batch_size: size };
   }
@@ -371,7 +371,7 @@ const Page = (() => {
   /** Return the batch that keeps the samples of a step where scaling changes. */
   function sameBatch(wanted) {
     const ranks = wanted.nodes * wanted.ranks_per_node;
-    const { least, most } = State.FIELDS.batch_size;
+    const { least, most } = data.fields.batch_size;
     const size = wanted.scaling === "strong" ? state.batch_size * ranks : state.batch_size / ranks;
     const fewest = Math.max(least, Engine.leastSamples(data, wanted));
     return Math.min(most, Math.max(fewest, Math.ceil(size)));
@@ -412,7 +412,7 @@ const Page = (() => {
   /** Take a comma for a decimal point: browsers drop it, and 1,5 would become 15. */
   function onTyping(event) {
     const { target, data: typed } = event;
-    const field = State.FIELDS[target.id.slice(2)];
+    const field = data.fields[target.id.slice(2)];
     if (target.type !== "number" || field.whole || !typed?.includes(",")) return;
     event.preventDefault();
     document.execCommand("insertText", false, typed.replaceAll(",", "."));

@@ -4,66 +4,11 @@
  * What the reader has chosen: a plain object, checked here, written into the page's link and into a
  * `lab predict` command. A link holds what differs from the first preset, then that of a kept state,
  * and ends in "end", so that a link that was cut is noticed. Touches no DOM.
- * data.py describes a State.
+ * data.py describes a State, fields.toml its fields: `data.fields`.
  */
 const State = (() => {
   const END = "end";
   const KEPT = "kept"; // what follows is of the state beside it
-
-  // The generations of nodes by transport, with what links of before they were told apart say.
-  const TRANSPORTS = { "tcp-vm": "tcp", "tcp-server": "", "rdma-host": "rdma", "rdma-gpudirect": "" };
-
-  // key: in the link. label: of the control, for messages. unit: after two values that differ, of
-  // what changes a step. least, most: what the page takes. empty: what a field without a value means.
-  const FIELDS = {
-    model: { key: "m", label: "Model", unit: "" },
-    parameters: {
-      key: "p", label: "Parameters", unit: "parameters", least: 1, most: 1e12, whole: true,
-    },
-    gradient_type: { key: "g", label: "Gradient type", unit: "gradients", choices: ["fp32", "fp16", "bf16"] },
-    costs: { key: "c", label: "Costs", unit: "costs", choices: ["typical", "calibrated"] },
-    backend: { key: "b", label: "Backend", unit: "", choices: ["nccl", "gloo"] },
-    transport: { key: "t", label: "Transport", unit: "", choices: Object.keys(TRANSPORTS) },
-    adapters: {
-      key: "e", label: "Adapters a node", unit: "adapters a node", least: 1, most: 64, whole: true,
-      empty: "typical",
-    },
-    software_gbit: {
-      key: "o", label: "Software passes", unit: "Gbit/s of software", least: 0.01, most: 20000,
-      empty: "typical",
-    },
-    rate_gbit: { key: "r", label: "Rate between nodes", unit: "Gbit/s", least: 0.01, most: 3200 },
-    inside_gbit: {
-      key: "i", label: "Rate inside a node", unit: "Gbit/s inside a node", least: 0.1, most: 20000,
-      empty: "typical",
-    },
-    latency_us: {
-      key: "l", label: "Latency", unit: "µs of latency", least: 0.01, most: 1e6, empty: "typical",
-    },
-    step_ms: {
-      key: "s", label: "Step time", unit: "ms alone", least: 0.01, most: 1e6, empty: "calibrated",
-    },
-    batch: {
-      key: "a", label: "Batch of that step", unit: "samples alone", least: 1, most: 1e6, whole: true,
-    },
-    scaling: { key: "w", label: "Scaling", unit: "scaling", choices: ["weak", "strong"] },
-    batch_size: {
-      key: "z", label: "Batch size", unit: "samples", least: 1, most: 1e7, whole: true,
-    },
-    nodes: { key: "n", label: "Nodes", unit: "nodes", least: 1, most: 4096, whole: true },
-    ranks_per_node: {
-      key: "k", label: "Ranks a node", unit: "ranks a node", least: 1, most: 64, whole: true,
-    },
-    bucket_mb: {
-      key: "u", label: "Bucket size", unit: "MiB a bucket", least: 0.01, most: 10000,
-      empty: "default",
-    },
-    focus: { key: "f", label: "Timeline and answer", unit: "" },
-    strategies: { key: "y", label: "Strategies", list: true },
-    least_efficiency: { key: "v", label: "Efficiency of at least", least: 1, most: 100, empty: "none" },
-    most_step_ms: { key: "x", label: "Step of at most", least: 0.01, most: 1e6, empty: "none" },
-    measured: { key: "d", label: "Measured points", empty: "none" },
-  };
 
   const copy = (state) => ({ ...state, strategies: [...state.strategies] });
 
@@ -93,16 +38,15 @@ const State = (() => {
     return null;
   }
 
-  function named(name, value, names) {
-    if (names.includes(value)) return null;
-    return { field: name, text: `${FIELDS[name].label}: ${value} is not in this page.` };
-  }
-
   function namesProblem(data, state) {
     const strategies = data.strategies.map((entry) => entry.name);
     if (state.strategies.length === 0) {
       return { field: "strategies", text: "Strategies: choose one or more to draw." };
     }
+    const named = (name, value, names) => {
+      if (names.includes(value)) return null;
+      return { field: name, text: `${data.fields[name].label}: ${value} is not in this page.` };
+    };
     for (const name of state.strategies) {
       const problem = named("strategies", name, strategies);
       if (problem) return problem;
@@ -149,7 +93,7 @@ const State = (() => {
 
   /** Return what is wrong as {field, text}; null if the state can be predicted. */
   function problem(data, state) {
-    for (const [name, field] of Object.entries(FIELDS)) {
+    for (const [name, field] of Object.entries(data.fields)) {
       const text = valueProblem(field, state[name]);
       if (text) return { field: name, text };
     }
@@ -162,26 +106,26 @@ const State = (() => {
   const textOf = (field, value) => (field.list ? value.join(",") : String(value ?? ""));
 
   /** Whether two states are the same. */
-  function same(first, second) {
-    return Object.entries(FIELDS).every(
+  function same(data, first, second) {
+    return Object.entries(data.fields).every(
       ([name, field]) => textOf(field, first[name]) === textOf(field, second[name]),
     );
   }
 
   /** Return the names of the settings that change a state's predictions. */
-  function settingsOf(state) {
+  function settingsOf(data, state) {
     const unused = [];
     if (state.model !== "own") unused.push("parameters");
     if (state.ranks_per_node === 1) unused.push("inside_gbit");
     if (state.step_ms === null) unused.push("batch");
-    const names = Object.keys(FIELDS).filter((name) => FIELDS[name].unit !== undefined);
-    return names.filter((name) => !unused.includes(name));
+    const names = Object.keys(data.fields).filter((name) => !unused.includes(name));
+    return names.filter((name) => data.fields[name].unit !== undefined);
   }
 
   function partsOf(data, state) {
     const standard = defaults(data);
     const parts = [];
-    for (const [name, field] of Object.entries(FIELDS)) {
+    for (const [name, field] of Object.entries(data.fields)) {
       const text = textOf(field, state[name]);
       if (text === textOf(field, standard[name])) continue;
       parts.push(`${field.key}=${encodeURIComponent(text).replaceAll("%2C", ",")}`);
@@ -198,14 +142,8 @@ const State = (() => {
   function valueOf(field, text) {
     if (field.list) return [...new Set(text.split(","))].filter((name) => name !== "");
     if (field.empty && text === "") return null;
-    if (!isNumber(field)) return text;
+    if (!isNumber(field)) return field.before?.[text] ?? text;
     return /^\d+(\.\d+)?(e[+-]?\d+)?$/.test(text) ? Number(text) : text;
-  }
-
-  /** Return what a link of before calls a transport by its present name. */
-  function renamed(name, value) {
-    const isOf = (transport) => name === "transport" && TRANSPORTS[transport] === value;
-    return Object.keys(TRANSPORTS).find(isOf) ?? value;
   }
 
   function unescaped(text) {
@@ -241,13 +179,13 @@ const State = (() => {
     const seen = new Set();
     for (const part of parts) {
       const [key, ...rest] = part.split("=");
-      const name = Object.keys(FIELDS).find((field) => FIELDS[field].key === key);
+      const [name, field] = Object.entries(data.fields).find((entry) => entry[1].key === key) ?? [];
       const value = unescaped(rest.join("="));
       if (name === undefined || value === null || seen.has(name)) {
         return { problem: `The link has "${part}", which this page does not know.` };
       }
       seen.add(name);
-      state[name] = valueOf(FIELDS[name], renamed(name, value));
+      state[name] = valueOf(field, value);
     }
     const wrong = check(data, state);
     return wrong ? { problem: `The link cannot be shown. ${wrong}` } : { state };
@@ -308,7 +246,7 @@ const State = (() => {
   }
 
   return {
-    FIELDS, defaults, copy, same, problem, check, encode, decode, command, usesAdapters, settingsOf,
+    defaults, copy, same, problem, check, encode, decode, command, usesAdapters, settingsOf,
     likelierTransport,
   };
 })();

@@ -9,25 +9,6 @@ const Words = (() => {
   const BYTES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
   const CLOSE = 0.05; // to nothing or to all: shares are written with a decimal
 
-  // What Timeline.terms counts, in words.
-  const TERMS = {
-    latency: "starting them (latency)",
-    bandwidth: "bytes on the links (bandwidth)",
-    "root's link": "rank 0's link, which all bytes pass",
-    summation: "adding gradients",
-  };
-  const LIMITS = {
-    computing: "Computing limits this step",
-    links: "The links between nodes limit this step",
-    "root's link": "Rank 0's link limits this step",
-    inside: "The links inside a node limit this step",
-    software: "The software that sends limits this step, not the links",
-    latency: "The latency of messages limits this step",
-    summation: "Adding gradients limits this step",
-    both: "Computing and messages both limit this step",
-    open: "Computing or the links limit this step: which of them is not decided",
-  };
-
   /** Return the digits that Python's format has, which rounds a tie to the even digit. */
   function rounded(value, digits) {
     const away = value.toFixed(digits);
@@ -240,7 +221,7 @@ const Words = (() => {
     const links = terms["root's link"] > terms.bandwidth ? "root's link" : "links";
     if (unchanged > Math.max(...changed)) {
       const term = best(Object.keys(terms), (name) => terms[name]);
-      return term in LIMITS && term !== links ? term : bytesLimit(data, state, row, links);
+      return term in data.limits && term !== links ? term : bytesLimit(data, state, row, links);
     }
     const [first, rival] = bestPurchases(data, state, row);
     if (rival && row.nodes > 1 && [first, rival].includes("network")) return "open";
@@ -281,8 +262,8 @@ const Words = (() => {
     const messages = period > 1 ? `All messages of ${period} steps` : "All messages";
     const term = best(Object.keys(terms), (name) => terms[name]);
     const inside = term === "bandwidth" && state.ranks_per_node > 1 ? ", between nodes and inside" : "";
-    const detail = `${messages} take ${duration(sum)}, ${ofAll(terms[term] / sum)} of that for ${TERMS[term]}${inside}.`;
-    return { limit: `${LIMITS[limiter(data, state, row, terms)]}. ${added(row)}`, detail };
+    const detail = `${messages} take ${duration(sum)}, ${ofAll(terms[term] / sum)} of that for ${data.terms[term]}${inside}.`;
+    return { limit: `${data.limits[limiter(data, state, row, terms)]}. ${added(row)}`, detail };
   }
 
   /** Return how wrong the predictions of such clusters were, as sentences; "" if not known. */
@@ -345,35 +326,37 @@ const Words = (() => {
     );
   }
 
+  const exampleOf = (data, state) => data.examples[state.model] ?? data.examples.own;
+
   /** Whether the step is the model's example, and not of the reader. */
   function isExample(data, state) {
-    const { step_ms: seconds, batch } = data.examples[state.model] ?? {};
-    return state.step_ms === seconds && state.batch === batch;
+    const { step_ms: milliseconds, batch } = exampleOf(data, state);
+    return state.step_ms === milliseconds && state.batch === batch;
   }
 
   /** Return whose step time it is, for its control. */
   function stepSource(data, state) {
     if (!isExample(data, state)) return "Measured on one rank alone. Empty: as calibrated.";
-    return `Only an example: ${data.examples[state.model].about}. Type that of your own rank alone.`;
+    return `Only an example: ${exampleOf(data, state).about}. Type that of your own rank alone.`;
   }
 
   // -- two states, and targets ------------------------------------------------------------------
 
   /** Return what differs between two states: "10 to 25 Gbit/s, 4 to 8 nodes"; "" if nothing. */
-  function changes(first, second) {
+  function changes(data, first, second) {
     const valueOf = (state, name) => {
-      const value = state[name] ?? State.FIELDS[name].empty;
-      return typeof value === "number" ? three(value) : value;
+      const value = state[name] ?? data.fields[name].empty;
+      return value.toLocaleString("en-US");
     };
-    const differing = State.settingsOf(second).filter((name) => first[name] !== second[name]);
+    const differing = State.settingsOf(data, second).filter((name) => first[name] !== second[name]);
     const parts = differing.map((name) =>
-      `${valueOf(first, name)} to ${valueOf(second, name)} ${State.FIELDS[name].unit}`.trim());
+      `${valueOf(first, name)} to ${valueOf(second, name)} ${data.fields[name].unit}`.trim());
     return parts.join(", ");
   }
 
   /** Return how the steps of two states compare, as a sentence. */
   function comparison(data, kept, state) {
-    const differing = changes(kept, state);
+    const differing = changes(data, kept, state);
     if (differing === "") return "Kept. Change a control: both are drawn and compared.";
     const [before, after] = [kept, state].map((each) => Engine.step(data, each, each.focus).step_seconds);
     const { value, range: shares } = Engine.ratio(data, kept, state);
@@ -422,6 +405,6 @@ const Words = (() => {
   return {
     duration, bytes, range, times, percent, efficiency, counted, grouped, three,
     sentence, sentenceOf, softwareLimit, limits, error, batch, about, bestPurchases,
-    softwareRange, stepSource, comparison, targets,
+    softwareRange, exampleOf, stepSource, comparison, targets,
   };
 })();
