@@ -95,7 +95,7 @@ class EpochReport(_Line, kw_only=True):
             parts.append(
                 f"EMA validation loss {self.ema_val_loss:.4f}, accuracy {self.ema_val_accuracy:.4f}"
             )
-        parts.append(f"{self.samples_per_second:,.0f} samples/s, {self.seconds:.1f} s")
+        parts.append(f"{self.seconds:.1f} s")
         return "; ".join(parts)
 
 

@@ -121,7 +121,7 @@ CHECKS = {
     f"nproc-per-node 2 .*{FAST}": long(f"{SMALL} --no-amp", prints=EQUAL),
     FAST: long(f"{SMALL} --no-amp", prints="test accuracy"),
     # the parts, and scripts; README.md's first command must work at once
-    "PartOne.*digits": slow("--max-steps 3", prints="mean iteration time .*without the first"),
+    "PartOne.*digits": slow("--max-steps 3", prints="step time .*without the first"),
     "--compute measured": long(prints="EMULATED"),
     "--timeline|^torchrun .*PartThree/main.py": slow("--max-steps 3", prints=EQUAL),
     "cs744": long(prints="of 10,000 images", cifar=True),
