@@ -282,10 +282,10 @@ BRANCHES = (
 
 
 def weighed():
-    """Return the weighed files of each package. Skeletons are exercises: students' own code."""
+    """Return the weighed files of each package. Exercises are students' own code."""
     packages = defaultdict(list)
     for path in [*SOURCES, *(ROOT / "benchmarks").rglob("*.py")]:
-        if "skeletons" not in path.parts:
+        if not {"skeletons", "starter"} & set(path.parts):
             folders = path.relative_to(ROOT).parts[:-1]
             packages["/".join(folders[:2])].append(path)
     return packages
