@@ -233,11 +233,11 @@ MOST_STATEMENTS = {
     "lab/explain": 720,
     "lab/fleet": 80,
     "lab/grade": 2270,
-    "lab/learn": 1820,
+    "lab/learn": 1840,
     "lab/predict": 2100,
     "lab/proofs": 260,
     "lab/report": 1950,
-    "lab/ssh": 670,
+    "lab/ssh": 680,
     "lab/whatif": 430,
 }
 # Over common, lab and benchmarks together. The goal is 30 complex functions.

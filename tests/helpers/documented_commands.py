@@ -103,7 +103,6 @@ CHECKS = {
     "lab compare": long(prints="report.html"),
     "lab calibrate --profile": long(prints="my-machine.json"),
     "lab calibrate": long(prints="calibration.json"),
-    "lab cluster run .*cs744": long("--max-steps 2 --measure-only", prints=EQUAL, cifar=True),
     "lab cluster run .*benchmarks/sync": long("--rounds 2", prints=r"over ideal"),
     "lab cluster run": long(prints=EQUAL),
     # recipes

@@ -32,7 +32,6 @@ def write_program(folder):
 def test_the_lessons_lead_to_the_page():
     for lesson in ("03_gather_scatter", "05_ring", "06_overlap"):
         assert "your_own_program.md" in (ROOT / f"docs/learn/{lesson}.md").read_text()
-    assert len(PAGE.text.splitlines()) <= 130
 
 
 @pytest.mark.slow
