@@ -108,7 +108,7 @@ class EpochReport(_Line, kw_only=True):
         if not math.isnan(self.ema_val_loss):
             parts.append(f"EMA validation {_learned(self.ema_val_loss, self.ema_val_accuracy)}")
         parts += [f"{name} {value:.4f}" for name, value in self.metrics.items()]
-        parts.append(f"{self.samples_per_second:,.0f} samples/s, {self.seconds:.1f} s")
+        parts.append(f"{self.seconds:.1f} s")
         return "; ".join(parts)
 
 
