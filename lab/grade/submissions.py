@@ -59,16 +59,18 @@ def find_scripts(folder: Path, rubric: Rubric, given: Mapping[str, str]) -> dict
     """
     found = {name: _find_script(folder, name, rubric, given.get(name)) for name in rubric.parts}
     texts = {path: _text(path) for path in _fitting(folder, "**/*.py")}
-    spare = False
-    for path, text in texts.items():
-        others = [other for file, other in texts.items() if file != path]
-        imported = any(_imports(other, path.stem) for other in others)
-        if path not in found.values() and not imported and _TRAINS.search(text):
-            spare = True
+    may_be_a_part = any(
+        path not in found.values() and _TRAINS.search(text) and not _is_imported(path, texts)
+        for path, text in texts.items()
+    )
     for name, script in found.items():
-        if isinstance(script, Look) and spare:
+        if isinstance(script, Look) and may_be_a_part:
             found[name] = msgspec.structs.replace(script, missing=False)
     return found
+
+
+def _is_imported(path: Path, texts: Mapping[Path, str]) -> bool:
+    return any(file != path and _imports(text, path.stem) for file, text in texts.items())
 
 
 def _find_script(folder: Path, name: str, rubric: Rubric, given: str | None) -> Path | Look:
