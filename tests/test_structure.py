@@ -226,7 +226,7 @@ MOST_STATEMENTS = {
     "lab/audit": 5920,
     "lab/calibrate": 600,
     "lab/cluster": 620,
-    "lab/compare": 1020,
+    "lab/compare": 1030,
     "lab/comparison": 250,
     "lab/doctor": 390,
     "lab/evidence": 220,
