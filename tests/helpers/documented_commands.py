@@ -129,6 +129,7 @@ CHECKS = {
         prints=r"2 ranks: equal to one process .*\n3 ranks, step 1: norm.bias on rank 0",
         statuses=(1,),
     ),
+    "gpt.py": slow("--epochs 1 --fp32", prints="best epoch: .* of the bytes"),
     "my_training.py PartTwo": long(
         prints=r"Rank: 0, Epoch: 2.*\n[23]\d\d of 360 test images are right"
     ),
