@@ -65,6 +65,7 @@ class ClusterValues:
     overlap_cost: Any
     straggler: Any
     inside_bits: Any
+    inside_seconds: Any
     sum_seconds: Any
     line_share: Any
     most_bits: Any
@@ -140,6 +141,7 @@ class Beliefs:
                 value = prior.at(own_z)
                 found[name] = float(value) if z.ndim == 1 else value
         found.setdefault("root_call_us", found.get("call_us"))
+        found.setdefault("inside_us", found["message_us"])
         return ClusterValues(
             fixed_share=np.minimum(found["fixed_share"], 1.0),
             node_loss=found["node_loss"],
@@ -147,6 +149,7 @@ class Beliefs:
             overlap_cost=_at_most_one(found["overlap_cost"]),
             straggler=found["straggler"],
             inside_bits=1e9 * found["inside_gbit"],
+            inside_seconds=1e-6 * found["inside_us"],
             sum_seconds=1e-9 / found["sum_gbytes"] if "sum_gbytes" in found else 0.0,
             line_share=_at_most_one(found["line_share"]),
             most_bits=1e9 * found.get("most_gbit", math.inf),

@@ -258,7 +258,7 @@ const Engine = (() => {
     for (const { prior, row, path } of known) {
       values[path[1]] = priorAt(data, prior, normalAt(data, row, draw));
     }
-    return { root_call_us: values.call_us, ...values };
+    return { root_call_us: values.call_us, inside_us: values.message_us, ...values };
   };
 
   const latencySeconds = (data, state, rateBits) => {
@@ -284,7 +284,7 @@ const Engine = (() => {
         copy: 0,
         overlap: values.overlap_cost,
         treeShare: values.tree_share,
-        inside: { rate: rate(inSoftware, 8e-9 / insideGbit), kinds: {} },
+        inside: { rate: rate(1e-6 * values.inside_us, 8e-9 / insideGbit), kinds: {} },
         software: null,
       };
     };
@@ -773,6 +773,17 @@ const Engine = (() => {
     return stepSeconds(schedule, computeOf(setting, schedule, costs, schedule.sends));
   };
 
+  /**
+   * Return the strategy to whose step on one node the speed-up of `name` refers: the fastest one
+   * there of those that the page shows; of one that exchanges nothing, itself.
+   */
+  const baseOf = (setting, state, name) => {
+    if (!scheduleOf(setting, name, 1).sends) return name;
+    const others = state.strategies.filter((other) => scheduleOf(setting, other, 1).sends);
+    const seconds = (other) => typicalSeconds(setting, other, 1);
+    return others.reduce((best, other) => (seconds(other) < seconds(best) ? other : best), name);
+  };
+
   const typicalSeconds = (setting, name, nodes) =>
     secondsAt(setting, scheduleOf(setting, name, nodes), setting.costs);
 
@@ -874,7 +885,8 @@ const Engine = (() => {
     const parts = stepParts(schedule, compute);
     const here = parts.computed + parts.slowed + parts.exposed;
     const more = state.scaling === "weak" ? nodes : 1;
-    const speedup = (more * typicalSeconds(setting, name, 1)) / here;
+    const base = baseOf(setting, state, name);
+    const speedup = (more * typicalSeconds(setting, base, 1)) / here;
     const typical = { here, doubled: typicalSeconds(setting, name, doubled) };
     const drawnHere = drawnSeconds(setting, name, nodes);
     const drawnDoubled = drawnSeconds(setting, name, doubled);
@@ -882,7 +894,7 @@ const Engine = (() => {
       gainsAt(setting, schedule, costs, { here: drawnHere[draw], doubled: drawnDoubled[draw] }),
     );
     const bytes = bytesSent(setting, schedule);
-    const ranges = rangesOf(setting, name, nodes, here);
+    const ranges = rangesOf(setting, { name, base }, nodes, here);
     const gainRanges = {};
     for (const change of Object.keys(gains[0])) {
       gainRanges[change] = interval(data, gains.map((gain) => gain[change]));
@@ -910,11 +922,11 @@ const Engine = (() => {
     };
   };
 
-  /** Return the 80 % intervals of a step of so many seconds, and of its speed-up. */
-  const rangesOf = (setting, name, nodes, seconds) => {
+  /** Return the 80 % intervals of a step of so many seconds, and of its speed-up over `base`. */
+  const rangesOf = (setting, { name, base }, nodes, seconds) => {
     const { data, state } = setting;
     const more = state.scaling === "weak" ? nodes : 1;
-    const alone = drawnSeconds(setting, name, 1);
+    const alone = drawnSeconds(setting, base, 1);
     const here = drawnSeconds(setting, name, nodes);
     const steps = setting.drawn().map((costs, draw) => here[draw] * costs.remainder);
     const speedups = steps.map((step, draw) => (more * alone[draw]) / step);
@@ -933,13 +945,14 @@ const Engine = (() => {
    */
   const curve = (data, state, name, nodesList, { band }) => {
     const setting = settingOf(data, state);
-    const alone = typicalSeconds(setting, name, 1);
+    const base = baseOf(setting, state, name);
+    const alone = typicalSeconds(setting, base, 1);
     return nodesList.map((nodes) => {
       const seconds = typicalSeconds(setting, name, nodes);
       const speedup = ((state.scaling === "weak" ? nodes : 1) * alone) / seconds;
       const point = { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
       if (!band) return point;
-      const ranges = rangesOf(setting, name, nodes, seconds);
+      const ranges = rangesOf(setting, { name, base }, nodes, seconds);
       return {
         ...point,
         low_seconds: ranges.step[0],
