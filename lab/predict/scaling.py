@@ -1,9 +1,9 @@
 """How far each strategy scales, by the cost model for up to 100,000 nodes. Imports no torch.
 
 In strong scaling all nodes share one batch, in weak scaling each node has a batch of its own. A
-speed-up is samples a second over those of one node, of the strategy that is fastest there. ``scaling_limits`` evaluates it at every number
-of nodes up to 32, and beyond that at 16 numbers in each doubling (4 % apart, powers of two among
-them). Its answers are numbers of these.
+speed-up is samples a second over those of one node, of the strategy that is fastest there.
+``scaling_limits`` evaluates it at every number of nodes up to 32, and beyond that at 16 numbers in
+each doubling (4 % apart, powers of two among them). Its answers are numbers of these.
 """
 
 import math
