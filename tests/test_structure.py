@@ -218,26 +218,26 @@ MOST_STATEMENTS = {
     "common/models": 230,
     "common/profiling": 330,
     "common/reporting": 580,
-    "common/sync": 1450,
-    "common/training_engine": 1130,
+    "common/sync": 1460,
+    "common/training_engine": 1410,
     "common/utils": 790,
     "courses": 400,
     "lab": 280,
     "lab/audit": 5920,
     "lab/calibrate": 600,
     "lab/cluster": 620,
-    "lab/compare": 1020,
+    "lab/compare": 1030,
     "lab/comparison": 250,
     "lab/doctor": 390,
     "lab/evidence": 220,
     "lab/explain": 720,
     "lab/fleet": 80,
-    "lab/grade": 2270,
-    "lab/learn": 1820,
+    "lab/grade": 2340,
+    "lab/learn": 1840,
     "lab/predict": 2200,
     "lab/proofs": 260,
     "lab/report": 1950,
-    "lab/ssh": 670,
+    "lab/ssh": 680,
     "lab/whatif": 430,
 }
 # Over common, lab and benchmarks together. The goal is 30 complex functions.
@@ -246,7 +246,7 @@ MOST_NODES_PER_STATEMENT = 6.7
 # prefix, and to the last part if it has none.
 PARTS_OF_COMMON = {
     "1. Training": (
-        1900,
+        2150,
         ["training.py", "evaluation.py", "training_engine/", "sync/", "data/", "models/"],
     ),
     "2. Processes": (
@@ -282,10 +282,10 @@ BRANCHES = (
 
 
 def weighed():
-    """Return the weighed files of each package. Skeletons are exercises: students' own code."""
+    """Return the weighed files of each package. Exercises are students' own code."""
     packages = defaultdict(list)
     for path in [*SOURCES, *(ROOT / "benchmarks").rglob("*.py")]:
-        if "skeletons" not in path.parts:
+        if not {"skeletons", "starter"} & set(path.parts):
             folders = path.relative_to(ROOT).parts[:-1]
             packages["/".join(folders[:2])].append(path)
     return packages

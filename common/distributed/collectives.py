@@ -286,17 +286,19 @@ def _broken_message(rank: int, what: str) -> GroupError:
     )
 
 
-def warn_of_equal_batches(world: World, inputs: Tensor, labels: Tensor) -> None:
+def warn_of_equal_batches(world: World, inputs: Any, labels: Any) -> None:
     """Warn if all ranks load the same samples: the most common mistake is a missing sampler.
 
-    inputs, labels : a rank's first batch, tensors of shape (batch, ...) and (batch,).
+    inputs, labels : a rank's first batch, nested tensors; labels that are no tensor do not tell.
     """
     if world.size == 1:
         return
-    varied = len(labels) >= 8 and len(labels.unique()) > 1  # else equal labels may be a coincidence
+    varied = False  # else equal labels may be a coincidence
+    if isinstance(labels, Tensor):
+        varied = labels.numel() >= 8 and len(labels.unique()) > 1
     mine = (digest(inputs), digest(labels), varied)
     all_ranks = gather_objects(world, mine, schema=tuple[str, str, bool])
-    if not len(labels):
+    if isinstance(labels, Tensor) and not labels.numel():
         return
     inputs_of, labels_of, varied_of = zip(*all_ranks, strict=True)
     same_inputs = len(set(inputs_of)) == 1

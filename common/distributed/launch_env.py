@@ -294,8 +294,8 @@ def ranks_to_start(
     """Return the variables, torchrun's, of each rank that this process must start on this machine.
 
     None if it is a rank itself; ``distributed`` and several GPUs ask it to start them, and so does
-    one GPU with ``dist_url``. The ranks meet at 127.0.0.1 and a free port, unless another address
-    is given.
+    one GPU with ``dist_url``. The ranks meet at 127.0.0.1 and a free port, unless ``dist_url`` or a
+    port is given. Raises UserError if flags contradict each other.
     """
     if distributed and rank is not None:
         raise UserError(
@@ -304,6 +304,12 @@ def ranks_to_start(
         )
     if rank is not None or started_by_launcher():
         return []
+    if distributed and master_ip is not None:
+        raise UserError(
+            "--distributed starts all ranks on this machine, and --master-ip is for ranks on "
+            "several: leave --master-ip out; or start one rank on each machine, with --master-ip, "
+            "--num-nodes and --rank"
+        )
     size = len(gpu_ids.split(",")) if gpu_ids is not None else 0
     if distributed:
         size = world_size or size or _default_size()

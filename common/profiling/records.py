@@ -61,12 +61,20 @@ class StepRecord(_Line, kw_only=True):
         return {name: getattr(self, f"{name}_seconds") for name in SECTIONS}
 
 
+def _learned(loss: float, accuracy: float) -> str:
+    """Return loss and, if it is known, accuracy as text."""
+    if math.isnan(accuracy):
+        return f"loss {loss:.4f}"
+    return f"loss {loss:.4f}, accuracy {accuracy:.4f}"
+
+
 class EpochReport(_Line, kw_only=True):
     """One epoch over all ranks.
 
     Losses are means over samples, accuracies lie between 0 and 1; ``ema_*`` belong to the moving
-    average of the weights. NaN: no validation, no average, or emulated compute.
-    ``samples_per_second`` is the training throughput of all ranks together.
+    average of the weights. NaN: no validation, no average, unknown, or emulated compute.
+    ``metrics`` are the user's own, e.g. "val_f1" and "ema_val_f1". ``samples_per_second`` is the
+    training throughput of all ranks together.
     """
 
     epoch: Step
@@ -79,6 +87,12 @@ class EpochReport(_Line, kw_only=True):
     learning_rate: Finite = 0.0
     samples_per_second: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     seconds: Seconds
+    metrics: dict[Name, Number] = {}
+
+    @property
+    def deciding_loss(self) -> float:
+        """The loss that decides the best epoch where no accuracy is known."""
+        return self.val_loss if math.isnan(self.ema_val_loss) else self.ema_val_loss
 
     @property
     def deciding_accuracy(self) -> float:
@@ -87,15 +101,14 @@ class EpochReport(_Line, kw_only=True):
 
     def line(self) -> str:
         """Return the numbers as one line of text."""
-        learned = f"train loss {self.train_loss:.4f}, accuracy {self.train_accuracy:.4f}"
+        learned = f"train {_learned(self.train_loss, self.train_accuracy)}"
         parts = [f"Epoch {self.epoch}: {'EMULATED' if math.isnan(self.train_loss) else learned}"]
-        if not math.isnan(self.val_accuracy):
-            parts.append(f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.4f}")
-        if not math.isnan(self.ema_val_accuracy):
-            parts.append(
-                f"EMA validation loss {self.ema_val_loss:.4f}, accuracy {self.ema_val_accuracy:.4f}"
-            )
-        parts.append(f"{self.samples_per_second:,.0f} samples/s, {self.seconds:.1f} s")
+        if not math.isnan(self.val_loss):
+            parts.append(f"validation {_learned(self.val_loss, self.val_accuracy)}")
+        if not math.isnan(self.ema_val_loss):
+            parts.append(f"EMA validation {_learned(self.ema_val_loss, self.ema_val_accuracy)}")
+        parts += [f"{name} {value:.4f}" for name, value in self.metrics.items()]
+        parts.append(f"{self.seconds:.1f} s")
         return "; ".join(parts)
 
 

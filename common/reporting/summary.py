@@ -165,7 +165,8 @@ def _summary(
         summary.section_seconds = {name: getattr(seconds, name) for name in SECTIONS}
         summary.wait_seconds = seconds.wait
         summary.sync_share = seconds.sync / seconds.step
-        summary.samples_per_second = setup.plan.batch_size / seconds.step
+        step_seconds = summary.mean_iteration_seconds or seconds.step
+        summary.samples_per_second = setup.plan.batch_size / step_seconds
     return summary
 
 
@@ -180,16 +181,12 @@ def _card_rows(
     rows: dict[str, Any] = {"ranks": summary.nodes}
     if measured is not None and (shared := shared_nodes(measured.ranks)):
         rows["ranks"] = f"{summary.nodes} on {shared}"
-    rows["step time"] = _step_text(summary, measured)
-    if summary.mean_iteration_seconds is not None:
-        rows["mean iteration time"] = (
-            f"{summary.mean_iteration_seconds:.3f} s, without the first iteration"
-        )
+    rows["step time"] = _step_text(summary)
     if engine.timeline and engine.timeline.steps:
         recorded = ", ".join(map(str, engine.timeline.steps))
         rows["recorded"] = (
-            f"step {recorded}, for --timeline: counts in the mean iteration time, not in the "
-            "median, since recording slows a step a little"
+            f"step {recorded}, for --timeline: counts in the step time, and recording slows a step "
+            "a little"
         )
     rows["exposed communication"] = _sync_text(summary)
     if summary.samples_per_second is not None:
@@ -231,15 +228,15 @@ def _agreement_rows(summary: RunSummary, measured: RanksFile | None) -> dict[str
     return rows
 
 
-def _step_text(summary: RunSummary, measured: RanksFile | None) -> str:
-    if measured is None or summary.step_seconds is None or summary.section_seconds is None:
-        return "none: nothing was left to train"
-    # A sum of medians may exceed the median.
-    within = min(sum(summary.section_seconds.values()), summary.step_seconds)
-    over = f"median of {count(measured.steps or 0, 'step')}"
-    if summary.nodes > 1:
-        over += f", mean over {summary.nodes} ranks"
-    return f"{summary.step_seconds:.3f} s ({over}), of which {within:.3f} s in the five sections"
+def _step_text(summary: RunSummary) -> str:
+    if summary.mean_iteration_seconds is not None:
+        over = f"mean of {count(summary.steps - 1, 'step')}"
+        if summary.nodes > 1:
+            over += " on rank 0"
+        return f"{summary.mean_iteration_seconds:.3f} s: {over}, without the first"
+    if summary.step_seconds is not None:
+        return f"{summary.step_seconds:.3f} s: the only step"
+    return "none: nothing was left to train"
 
 
 def _sync_text(summary: RunSummary) -> str:

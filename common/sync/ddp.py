@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from common.errors import UserError
 from common.sync.base import GradientSync, broadcast_from_rank0
 from common.sync.plans.buckets import DDPPlan
 from common.sync.plans.lossy import DDPPowerSGDPlan
@@ -78,6 +79,20 @@ class DDPWrapper(GradientSync):
 
     def attach_hook(self, wrapped: DistributedDataParallel) -> None:
         """Replace the plain all_reduce of each bucket, if the strategy does."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        """Check that every gradient was there to send; UserError names those that were not."""
+        if self._wrapped.find_unused_parameters:
+            return
+        named = self._wrapped.module.named_parameters()
+        unused = [name for name, p in named if p.requires_grad and p.grad is None]
+        if unused:
+            shown = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
+            raise UserError(
+                f"{len(unused)} parameters have no gradient, so the other ranks wait for them: "
+                f"{shown}. Freeze them with requires_grad_(False), let the loss use them, or "
+                "choose find_unused_parameters=True of ddp or another strategy, e.g. all_reduce"
+            )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See the base class."""

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from msgspec.structs import asdict
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from common.errors import UserError
 from common.profiling.records import EpochReport, StepRecord
-from common.training_engine.evaluation_loop import validate
+from common.training_engine.batches import MicroBatch
+from common.training_engine.evaluation_loop import Scores, validate
+from common.training_engine.forward import Criterion, ForwardPass
 from common.training_engine.metrics import EpochResult, sum_over_ranks
+from common.training_engine.own_metrics import Metrics
 from common.utils.progress import SECONDS_BETWEEN_LINES
 
 if TYPE_CHECKING:
@@ -88,18 +91,21 @@ class Validator(Callback):
     loader : this rank's share of the validation set; None: no validation.
     target_accuracy, patience : stop once the accuracy (0 to 1) has reached the target in
         ``patience`` epochs in a row; None: never.
-    progress : "best_accuracy" and "in_a_row" of an earlier part of the training. The attribute
+    metrics : your own, by name, see own_metrics.py. The first one decides which epoch is the best.
+        Without any it is the accuracy, or the lowest loss where no accuracy is known.
+    progress : "best_score" and "in_a_row" of an earlier part of the training. The attribute
         ``progress`` holds their current values, for the checkpoints.
-    flip : as for ``predict``.
+    flip : as for ``evaluated``.
     """
 
     def __init__(
         self,
-        loader: Iterable[tuple[Tensor, Tensor]] | None,
-        criterion: nn.Module,
+        loader: Iterable[MicroBatch] | None,
+        criterion: Criterion | ForwardPass,
         *,
         target_accuracy: float | None = None,
         patience: int = 1,
+        metrics: Metrics | None = None,
         progress: Mapping[str, Any] | None = None,
         flip: bool = False,
     ) -> None:
@@ -117,7 +123,10 @@ class Validator(Callback):
         self._flip = flip
         self._target = target_accuracy
         self._patience = patience
-        self.progress = {"best_accuracy": -1.0, "in_a_row": 0} | dict(progress or {})
+        self._metrics = metrics or {}
+        saved = dict(progress or {})
+        best = saved.get("best_score", saved.get("best_accuracy", -math.inf))  # of older files
+        self.progress = {"best_score": best, "in_a_row": saved.get("in_a_row", 0)}
 
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
         """Keep the engine, whose model is validated."""
@@ -131,11 +140,13 @@ class Validator(Callback):
         end.report = self._report(end)
         if not end.result.complete:
             return
-        accuracy = end.report.deciding_accuracy
-        end.is_best = accuracy > self.progress["best_accuracy"]  # NaN is not
+        score = self._score(end.report)
+        end.is_best = score > self.progress["best_score"]  # NaN is not
         if end.is_best:
-            self.progress["best_accuracy"] = accuracy
+            self.progress["best_score"] = score
+        accuracy = end.report.deciding_accuracy
         if self._target is None or not accuracy >= self._target:  # NaN does not reach it
+            self._check_target(accuracy)
             self.progress["in_a_row"] = 0
             return
         self.progress["in_a_row"] += 1
@@ -144,15 +155,35 @@ class Validator(Callback):
             if self._patience > 1:
                 end.stop_reason += f" in {self._patience} epochs in a row"
 
+    def _score(self, report: EpochReport) -> float:
+        """Return what decides which epoch is the best: the highest."""
+        if self._metrics:
+            first = next(iter(self._metrics.values()))
+            sign = -1 if getattr(first, "higher_is_better", True) is False else 1
+            averaged = [name for name in report.metrics if name.startswith("ema_")]
+            deciding = averaged or list(report.metrics) or [""]
+            return sign * report.metrics.get(deciding[0], math.nan)
+        if math.isnan(report.deciding_accuracy):
+            return -report.deciding_loss
+        return report.deciding_accuracy
+
+    def _check_target(self, accuracy: float) -> None:
+        """Raise UserError if the target is one of an accuracy that nobody knows."""
+        known = not math.isnan(accuracy) or self._engine.emulation is not None
+        if self._target is not None and not known:
+            raise UserError(
+                "target_accuracy needs an accuracy, and it is known only of class logits (samples, "
+                "classes) with one label each: leave it out, or give metrics={'accuracy': ...}"
+            )
+
     def _report(self, end: EpochEnd) -> EpochReport:
         """Return the epoch's numbers over all ranks, of the weights and of their average."""
         engine = self._engine
         result = end.result
-        loss_sum, correct, samples = sum_over_ranks(
-            engine.world, [result.loss_sum, result.correct, result.samples]
+        loss_sum, count, correct, samples = sum_over_ranks(
+            engine.world, [result.loss_sum, result.count, result.correct, result.samples]
         )
-        # Loss and accuracy of the weights, and of their average.
-        scores = [(math.nan, math.nan), (math.nan, math.nan)]
+        scores = [Scores(), Scores()]  # of the weights, and of their average
         if self._loader is not None and result.complete:
             for index, model in enumerate(engine.evaluated_models):
                 scores[index] = validate(
@@ -160,21 +191,25 @@ class Validator(Callback):
                     engine.world,
                     self._criterion,
                     self._loader,
+                    metrics=self._metrics,
                     amp_dtype=engine.amp_dtype,
                     flip=self._flip,
                 )
-        (val_loss, val_accuracy), (ema_loss, ema_accuracy) = scores
+        own, average = scores
+        metrics = {f"val_{name}": value for name, value in own.metrics.items()}
+        metrics |= {f"ema_val_{name}": value for name, value in average.metrics.items()}
         return EpochReport(
             epoch=end.epoch,
-            train_loss=loss_sum / max(1, samples),
+            train_loss=loss_sum / max(1, count),
             train_accuracy=correct / max(1, samples),
-            val_loss=val_loss,
-            val_accuracy=val_accuracy,
-            ema_val_loss=ema_loss,
-            ema_val_accuracy=ema_accuracy,
+            val_loss=own.loss,
+            val_accuracy=own.accuracy,
+            ema_val_loss=average.loss,
+            ema_val_accuracy=average.accuracy,
             learning_rate=engine.optimizer.param_groups[0]["lr"],
             samples_per_second=samples / max(result.seconds, 1e-9),
             seconds=result.seconds,
+            metrics=metrics,
         )
 
 
@@ -205,7 +240,9 @@ class History(Callback):
             return
         self._printed = now
         last = records[-1]
-        learned = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+        learned = f"loss {last.loss:.3f}"
+        if not math.isnan(last.accuracy):
+            learned += f"  accuracy {last.accuracy:.3f}"
         print(f"epoch {last.epoch}  step {last.step}  {learned}", flush=True)
 
     def on_epoch_end(self, end: EpochEnd) -> None:
@@ -233,7 +270,9 @@ class History(Callback):
     @property
     def by_name(self) -> dict[str, list[float]]:
         """The numbers of all epochs, by name."""
-        numbers = {}
-        for name in EpochReport.__struct_fields__:
-            numbers[name] = [getattr(report, name) for report in self._reports]
+        numbers: dict[str, list[float]] = {}
+        for report in self._reports:
+            of_epoch = asdict(report)
+            for name, value in (of_epoch | of_epoch.pop("metrics")).items():
+                numbers.setdefault(name, []).append(value)
         return numbers

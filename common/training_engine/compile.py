@@ -8,8 +8,8 @@ import torch
 
 from common.errors import UserError, first_line
 from common.training_engine.amp import autocast
-from common.training_engine.batches import MicroBatch
-from common.training_engine.evaluation_loop import to_device, unwrap
+from common.training_engine.batches import MicroBatch, count_samples, to_device
+from common.training_engine.evaluation_loop import unwrap
 
 if TYPE_CHECKING:
     from common.training_engine.engine import TrainingEngine
@@ -27,11 +27,9 @@ def compile_for(engine: "TrainingEngine", loader: Iterable[MicroBatch]) -> None:
 
     engine.set_training_mode()
     with torch.random.fork_rng():  # a loader may draw
-        inputs, labels = next(iter(loader))
-    if not len(labels):
+        batch = to_device(next(iter(loader)), engine.device)
+    if not count_samples(batch):
         return
-    inputs = to_device(inputs, engine.device)
-    labels = labels.to(engine.device)
     graphs = counters["stats"]["unique_graphs"]
     engine.compiles = False
     began = time.perf_counter()
@@ -42,7 +40,7 @@ def compile_for(engine: "TrainingEngine", loader: Iterable[MicroBatch]) -> None:
     try:
         with torch.random.fork_rng(devices), engine.sync.no_sync():
             with autocast(engine.device, engine.amp_dtype):
-                loss = engine.criterion(engine.model(inputs), labels)
+                loss = engine.forward(engine.model, batch).loss
             engine.scaler.scale(loss).backward()
         loss.item()  # waits for the GPU
     except Exception as error:  # of Dynamo, Inductor, Triton or a C++ compiler

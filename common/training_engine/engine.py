@@ -50,13 +50,18 @@ from common.training_engine.batches import (
     MicroBatch,
     check_lengths,
     count_samples,
+    is_pair,
+    number_of_batches,
     set_epoch,
     skip_steps,
+    tensors_in,
+    to_device,
 )
 from common.training_engine.callbacks import Callback, EpochEnd, History, Validator
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.training_engine.compile import compile_for, forget_compiled
-from common.training_engine.evaluation_loop import model_to_device, to_device, unwrap
+from common.training_engine.evaluation_loop import model_to_device, unwrap
+from common.training_engine.forward import Criterion, ForwardPass, ForwardStep, GlobalCount
 from common.training_engine.metrics import (
     EpochResult,
     MetricsBuffer,
@@ -64,6 +69,7 @@ from common.training_engine.metrics import (
     own_sums,
     sum_over_ranks,
 )
+from common.training_engine.own_metrics import Metrics
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -82,7 +88,7 @@ def _check_above_0(name: str, value: float | None) -> None:
 
 
 class TrainingEngine:
-    """Trains any ``nn.Module`` on any loader of (inputs, labels), alone or in a process group.
+    """Trains any ``nn.Module`` on any loader (batches.py), alone or in a process group.
 
     Parameters
     ----------
@@ -199,7 +205,7 @@ class TrainingEngine:
     def prepare(
         self,
         optimizer: "Optimizer",
-        criterion: nn.Module,
+        criterion: Criterion | ForwardPass,
         scheduler: "LRScheduler | None" = None,
         *,
         scheduler_by_epoch: bool = False,
@@ -210,13 +216,8 @@ class TrainingEngine:
         caller steps it after every epoch. Raises UserError if the ranks' parameters differ in name,
         shape or type, or if ``criterion`` is not a mean over the batch.
         """
-        if getattr(criterion, "reduction", "mean") != "mean":
-            raise UserError(
-                f"the criterion has reduction={criterion.reduction!r}: use 'mean', since the "
-                "ranks' losses are weighted as means"
-            )
         self.optimizer = optimizer
-        self.criterion = criterion
+        self.forward = criterion if isinstance(criterion, ForwardPass) else ForwardPass(criterion)
         self.scheduler = scheduler
         self._scheduler_by_epoch = scheduler_by_epoch
         parameters = {}
@@ -264,7 +265,7 @@ class TrainingEngine:
         train_loader: Iterable[MicroBatch],
         val_loader: Iterable[MicroBatch] | None,
         optimizer: "Optimizer",
-        criterion: nn.Module,
+        criterion: Criterion,
         *,
         num_epochs: int,
         scheduler: "LRScheduler | None" = None,
@@ -275,18 +276,23 @@ class TrainingEngine:
         patience: int = 2,
         seed: int | None = None,
         resume: str | Path | Mapping[str, Any] | None = None,
+        forward_step: ForwardStep | None = None,
+        metrics: Metrics | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> dict[str, list[float]]:
         """Train up to epoch ``num_epochs``, validate each, and return every epoch's numbers.
 
-        Rank 0 writes ``best.pt`` (the best validation accuracy so far) and ``last.pt`` to
+        Rank 0 writes ``best.pt`` (the best epoch so far) and ``last.pt`` to
         ``output_dir/experiment_name/``; both include the moving average of the weights, if there
         is one. It also prints one line per epoch.
 
         Parameters
         ----------
-        train_loader, val_loader : yield (inputs, labels) of this rank's share; all ranks need the
-            same number of training batches. In a group, give them a DistributedSampler. Without
+        train_loader, val_loader : yield batches (batches.py) of this rank's share. In a group, give
+            them a DistributedSampler; all ranks need the same number of training batches. If a
+            loader has no length, the epoch ends when the first rank has no more. Without
             ``val_loader`` there is no ``best.pt``.
+        criterion, forward_step : see ``ForwardPass`` (forward.py).
         scheduler : OneCycleLR and CyclicLR are stepped after every optimiser step, others after
             every epoch, unless ``scheduler_by_epoch`` says otherwise. ReduceLROnPlateau gets the
             validation loss.
@@ -297,11 +303,17 @@ class TrainingEngine:
             ``best.pt``, which only rank 0 needs to have, or the entries that ``load_checkpoint``
             returned on every rank. With ``seed``, the weights are those of an uninterrupted
             training, bit for bit on a CPU.
+        metrics : your own, by name (own_metrics.py), over the validation set. The first decides
+            which epoch is the best; without any it is the accuracy of class logits with one label
+            each, or else the lowest loss. One that is named "accuracy" is the accuracy.
+        callbacks : called after those of ``train``, as ``fit`` does; e.g. ``CheckpointManager``
+            with ``SavePolicy(every_steps=100)``.
 
         Returns lists of equal length, one entry for each epoch trained here: ``epoch``,
         ``train_loss``, ``train_accuracy``, ``val_loss``, ``val_accuracy``, ``ema_val_loss``,
-        ``ema_val_accuracy``, ``learning_rate``, ``samples_per_second``, ``seconds``. Raises
-        UserError on settings or a checkpoint that do not fit, GroupError if the loss is not finite.
+        ``ema_val_accuracy``, ``learning_rate``, ``samples_per_second``, ``seconds``, and
+        ``val_NAME`` and ``ema_val_NAME`` of your metrics. NaN: unknown. Raises UserError on
+        settings or a checkpoint that do not fit, GroupError if the loss is not finite.
         """
         if num_epochs < 1:
             raise UserError(f"num_epochs: got {num_epochs}, give at least 1")
@@ -311,11 +323,13 @@ class TrainingEngine:
         entries = self._load_weights(resume, optimizer) if resume else {}
         if scheduler_by_epoch is None:
             scheduler_by_epoch = not isinstance(scheduler, OneCycleLR | CyclicLR)
+        forward = ForwardPass(criterion, forward_step)
         validator = Validator(
             val_loader,
-            criterion,
+            forward,
             target_accuracy=target_accuracy,
             patience=patience,
+            metrics=metrics,
             progress=entries.get("progress"),
         )
         extra: dict[str, Any] = {"progress": validator.progress}
@@ -323,14 +337,14 @@ class TrainingEngine:
         files = SavePolicy(every_epochs=int(save_last), best=save_best, single="last.pt")
         saver = CheckpointManager(self.output_folder, policy=files, extra=extra)
         try:
-            self.prepare(optimizer, criterion, scheduler, scheduler_by_epoch=scheduler_by_epoch)
+            self.prepare(optimizer, forward, scheduler, scheduler_by_epoch=scheduler_by_epoch)
             if entries:
                 self.load_state(entries)
             self.fit(
                 train_loader,
                 entries.get("epoch", 0) + 1,
                 num_epochs,
-                callbacks=[validator, history, saver],
+                callbacks=[validator, history, saver, *callbacks],
                 start_step=entries.get("step_in_epoch", 0),
                 seed=seed,
             )
@@ -416,7 +430,7 @@ class TrainingEngine:
 
         Parameters
         ----------
-        loader : yields (inputs, labels). batches.py lists the attributes that it may have.
+        loader : batches.py says what it yields, and which attributes it may have.
         seed : sets torch's generator before each micro-batch, with epoch, step and micro-batch.
         start_step : number of steps of this epoch that are done already; ``loader.start_at`` skips
             them.
@@ -440,14 +454,16 @@ class TrainingEngine:
         sizes = getattr(loader, "global_batch_sizes", None)
         steps_left = None if max_steps is None else max(0, max_steps - self.step)
         steps = itertools.islice(itertools.count(start_step), steps_left)
+        counts = self._global_counts(loader, sizes)
         for index, window, seeds in self._windows(loader, steps, epoch=epoch, seed=seed):
-            samples = count_samples(window)
-            global_samples = sizes[index] if sizes is not None else self.sum_over_ranks(samples)
+            count = counts(index, window)
+            if count is None:
+                break
             rate = self.optimizer.param_groups[0]["lr"]
-            numbers, times = self._recorded_step(window, global_samples, seeds)
+            numbers, times = self._recorded_step(window, count, seeds)
             if self.claim is not None and self.claim.watching:
                 self.claim.gather(self.step)
-            metrics.add(StepOutcome(self.step, numbers, samples, rate, times))
+            metrics.add(StepOutcome(self.step, numbers, rate, times))
             if metrics.due:
                 self.flush_metrics(wait=not self.sync.weights_under_way)
             after_step(index + 1)
@@ -456,6 +472,43 @@ class TrainingEngine:
                 break
         self.flush_metrics()
         return metrics.result
+
+    def _global_counts(
+        self, loader: Iterable[MicroBatch], sizes: Sequence[int] | None
+    ) -> Callable[[int, Sequence[MicroBatch]], GlobalCount | None]:
+        """Return the function that starts the count of a step over all ranks. Collective.
+
+        Without ``sizes``, each step expects the samples of the epoch's first one, and the ranks
+        agree on its own while they compute. A strategy that is not exact may keep a part of the
+        gradient for the next step, so it must know them before. So must a loader without a length:
+        None is returned once a rank has no more batches.
+        """
+        endless = number_of_batches(loader) is None
+        expected: int | None = None
+
+        def count(index: int, window: Sequence[MicroBatch]) -> GlobalCount | None:
+            nonlocal expected
+            if sizes is not None:
+                return GlobalCount(self.world, sizes[index])
+            samples = sum(map(count_samples, window))
+            if expected is not None and self.sync.exact and not endless:
+                known = GlobalCount(self.world, expected)
+                if not self.forward.counts(window[0]):
+                    known.start(samples)
+                return known
+            with self.timer.section("sync"):
+                expected = self.sum_over_ranks(samples)
+                ranks = self.sum_over_ranks(bool(window)) if endless else self.world.size
+            if ranks == self.world.size:
+                return GlobalCount(self.world, expected)
+            if ranks:
+                self.notice(
+                    f"the epoch ended after {index} steps, when a rank had no more batches: "
+                    f"{ranks} of {self.world.size} ranks had more, which nobody trained on"
+                )
+            return None
+
+        return count
 
     def _begin_metrics(
         self, epoch: int, log_every: int, on_steps: Callable[[list[StepRecord]], object]
@@ -470,6 +523,7 @@ class TrainingEngine:
             equal_gradients=self.sync.equal_gradients,
             on_steps=on_steps,
         )
+        self.metrics.emulated = self.emulation is not None
         self.metrics.result = self.resumed_epoch
         self.resumed_epoch = EpochResult()
         if self.sync.weights_under_way:
@@ -483,6 +537,7 @@ class TrainingEngine:
         first = self.world.rank * self.accumulation_steps
         own = range(first, first + self.accumulation_steps)
         numbers = getattr(loader, "micro_batches", own)  # within each global batch
+        sized = number_of_batches(loader) is not None
         batches = iter(loader)
         for index in steps:
             seeds = None
@@ -490,24 +545,23 @@ class TrainingEngine:
                 seeds = [stream_seed(seed, STEP_STREAM, epoch, index, number) for number in numbers]
                 torch.manual_seed(seeds[0])  # for loaders that draw random numbers
             with self.timer.section("data"):
-                window = [
-                    (to_device(inputs, self.device), labels.to(self.device, non_blocking=True))
-                    for inputs, labels in itertools.islice(batches, len(numbers))
-                ]
-            if not window:
+                loaded = itertools.islice(batches, len(numbers))
+                window = [to_device(batch, self.device) for batch in loaded]
+            if not window and sized:
                 return
             if not self._first_batch_compared:
                 self._first_batch_compared = True
-                warn_of_equal_batches(self.world, *window[0])
+                inputs, labels = window[0] if window and is_pair(window[0]) else (window, None)
+                warn_of_equal_batches(self.world, tensors_in(inputs), labels)
             yield index, window, seeds
 
     def _recorded_step(
-        self, window: list[MicroBatch], global_samples: int, seeds: list[int] | None
+        self, window: list[MicroBatch], count: GlobalCount, seeds: list[int] | None
     ) -> "tuple[Tensor, RawSpans]":
         """Do a step; return its numbers and times. The timeline, if any, records its messages."""
         timeline = self.timeline
         with nullcontext() if timeline is None else timeline.around(self.step + 1):
-            numbers = self.train_step(window, global_samples=global_samples, seeds=seeds)
+            numbers = self.train_step(window, global_samples=count, seeds=seeds)
         times = self.timer.take()
         if timeline is not None:
             timeline.took(self.step, self.timer, times)
@@ -536,18 +590,21 @@ class TrainingEngine:
         self,
         micro_batches: Sequence[MicroBatch],
         *,
-        global_samples: int,
+        global_samples: int | GlobalCount,
         seeds: Sequence[int] | None = None,
     ) -> Tensor:
         """Do one optimiser step on this rank's micro-batches of a global batch. Collective.
 
         The mean loss of a micro-batch is weighted by its samples x ranks / ``global_samples``. So
         the plain mean of the ranks' gradients is the gradient of the mean loss over the global
-        batch, even if the ranks' shares differ in size. Gradients are exchanged once, after the
-        last one. ``seeds`` : for torch's generator, one for each micro-batch. Returns the
-        ``numbers`` of a ``StepOutcome``.
+        batch, even if the ranks' shares differ in size. If the criterion counts anything else, e.g.
+        tokens, that takes the place of the samples; the ranks' sum of it scales the gradients after
+        the exchange. Gradients are exchanged once, after the last micro-batch. ``seeds`` : for
+        torch's generator, one for each micro-batch. Returns the ``numbers`` of a ``StepOutcome``.
         """
         self.world.activity.step = self.step + 1
+        if isinstance(global_samples, int):
+            global_samples = GlobalCount(self.world, global_samples)
         outcome = self._compute(micro_batches, global_samples, seeds)
         with self.timer.section("sync"):
             self.sync.after_step(self.model)  # some strategies exchange weights
@@ -560,53 +617,56 @@ class TrainingEngine:
         return outcome
 
     def _compute(
-        self, micro_batches: Sequence[MicroBatch], global_samples: int, seeds: Sequence[int] | None
+        self, micro_batches: Sequence[MicroBatch], count: GlobalCount, seeds: Sequence[int] | None
     ) -> Tensor:
         """Do forward, backward, exchange and update, without a wait for the GPU."""
         timer = self.timer
         last = len(micro_batches) - 1
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        counts = self.forward.counts(micro_batches[0])
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
-        for index, (inputs, labels) in enumerate(micro_batches):
+        for index, batch in enumerate(micro_batches):
             if seeds is not None:
                 torch.manual_seed(seeds[index])  # a resumed run draws the same dropout masks
-            weight = len(labels) * self.world.size / global_samples
-            shard = self.shards.of(index * len(self.shards) // len(micro_batches), len(labels))
+            samples = count_samples(batch)
+            shard = self.shards.of(index * len(self.shards) // len(micro_batches), samples)
             sync = self.sync.no_sync() if index < last else nullcontext()
-            empty = nullcontext() if len(labels) else batchnorm.without_samples(self.model)
+            empty = nullcontext() if samples else batchnorm.without_samples(self.model)
             with sync, shard, empty:
                 with timer.section("forward"), autocast(self.device, self.amp_dtype):
-                    outputs = self.model(inputs)  # (samples, classes)
-                    # Without samples 0, so that backward still gives zeros.
-                    loss = self.criterion(outputs, labels) if len(labels) else outputs.sum() * 0
+                    result = self.forward(self.model, batch)
+                sums += result.sums()
+                if counts and index == last:
+                    count.start(sums[1])
                 with timer.section("backward"):
-                    self.scaler.scale(loss * weight).backward()  # adds to p.grad
-            loss_sum += loss.detach().double() * len(labels)  # exact for a float32 loss
-            correct += (outputs.argmax(dim=1) == labels).sum()
+                    weight = result.count * self.world.size / count.expected
+                    self.scaler.scale(result.loss * weight).backward()  # adds to p.grad
         with timer.section("sync"):
             self.sync.synchronize(self.model)  # p.grad becomes the mean over all ranks
+            correction = count.correction()
         if self.claim is not None and self.claim.watching:
             self.claim.take_synchronised()
         with timer.section("update"):
             if self.emulation is not None:
                 self.emulation.update(self.sync.plan.update_share(self.world.size))
-                return torch.tensor([math.nan, math.nan, 0.0], dtype=torch.float64)
-            gradient_norm = self._unscale_and_clip()
+                sums[[0, 2]] = math.nan
+                return torch.cat([sums, sums.new_zeros(1)])
+            gradient_norm = self._unscale_and_clip(correction)
             self.scaler.step(self.optimizer)  # skips a step whose fp16 gradients overflowed
             self.scaler.update()
             if self.scheduler is not None and not self._scheduler_by_epoch:
                 self.scheduler.step()
-        mean_loss = loss_sum / max(1, count_samples(micro_batches))
-        return torch.stack([mean_loss, correct.double(), gradient_norm.double()])
+        return torch.cat([sums, gradient_norm.double().reshape(1)])
 
-    def _unscale_and_clip(self) -> Tensor:
-        """Divide gradients by the loss scale, clip them, and return the norm before clipping."""
+    def _unscale_and_clip(self, correction: Tensor | None) -> Tensor:
+        """Unscale, correct and clip the gradients, and return their norm before clipping."""
         self.scaler.unscale_(self.optimizer)
         updated: list[nn.Parameter] = []
         for group in self.optimizer.param_groups:
             updated += group["params"]
         gradients = [p.grad for p in updated if p.grad is not None]
+        if correction is not None and gradients:
+            torch._foreach_mul_(gradients, correction)
         if self._clip_norm is None:
             return get_total_norm(gradients)  # a rank's own part shows whether it is finite
         norm = self.sync.gradient_norm(gradients)

@@ -1,8 +1,11 @@
 """The prediction loop: ``predict`` in this process alone, ``validate`` over all ranks."""
 
 import math
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +15,10 @@ from torch.utils.data import DistributedSampler
 
 from common.distributed.process_group import World
 from common.training_engine.amp import autocast
+from common.training_engine.batches import MicroBatch, count_samples, first_samples, to_device
+from common.training_engine.forward import Criterion, ForwardPass, Result
 from common.training_engine.metrics import sum_over_ranks
+from common.training_engine.own_metrics import Metrics, OwnMetrics
 
 
 @dataclass(frozen=True)
@@ -47,24 +53,23 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 @torch.inference_mode()
-def predict(
+def evaluated(
     model: nn.Module,
     device: torch.device | str,
-    criterion: nn.Module,
-    loader: Iterable[tuple[Tensor, Tensor]],
+    forward: ForwardPass,
+    loader: Iterable[MicroBatch],
     *,
     limit: int | None = None,
     amp_dtype: torch.dtype | None = None,
     flip: bool = False,
-) -> Predictions:
-    """Predict every batch of ``loader`` in evaluation mode.
+) -> Iterator[Result]:
+    """Yield the result of every batch of ``loader`` in evaluation mode.
 
     The model runs without DistributedDataParallel, so one rank may evaluate alone. Its mode is
-    restored. Results stay on the device until the last batch: a GPU then never waits for the host.
+    restored.
 
     Parameters
     ----------
-    criterion : returns a batch's mean loss.
     limit : number of samples to predict, from the first; None: all.
     amp_dtype : type of mixed precision; None: float32.
     flip : also compute each image's mirror image, and predict from the mean of both logits.
@@ -72,28 +77,44 @@ def predict(
     model = unwrap(model)
     was_training = model.training
     model.eval()
+    left = limit
+    try:
+        for loaded in loader:
+            batch = to_device(first_samples(loaded, left), device)
+            samples = count_samples(batch)
+            if left is not None:
+                left -= samples
+            if samples:
+                with autocast(device, amp_dtype):
+                    result = forward(partial(_mirrored, model) if flip else model, batch)
+                yield result
+    finally:
+        model.train(was_training)
+
+
+def _mirrored(model: nn.Module, images: Tensor) -> Tensor:
+    """Return the mean outputs of images (samples, channels, height, width) and their mirrors."""
+    return (model(images) + model(images.flip(3))) / 2
+
+
+def predict(
+    model: nn.Module,
+    device: torch.device | str,
+    criterion: Criterion,
+    loader: Iterable[MicroBatch],
+    **options: Any,
+) -> Predictions:
+    """Predict the class of every sample; ``options`` are those of ``evaluated``.
+
+    Results stay on the device until the last batch: a GPU then never waits for the host.
+    """
     labels_seen = [torch.zeros(0, dtype=torch.int64, device=device)]
     predicted = [torch.zeros(0, dtype=torch.int64, device=device)]
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    left = limit
-    try:
-        for images, labels in loader:
-            images = to_device(images[:left], device)
-            labels = labels[:left].to(device)
-            if left is not None:
-                left -= len(labels)
-            if len(labels) == 0:
-                continue
-            with autocast(device, amp_dtype):
-                outputs = model(images)
-                if flip:
-                    outputs = (outputs + model(images.flip(3))) / 2
-                loss = criterion(outputs, labels)
-            loss_sum += loss.double() * len(labels)
-            labels_seen.append(labels)
-            predicted.append(outputs.argmax(dim=1))
-    finally:
-        model.train(was_training)
+    for result in evaluated(model, device, ForwardPass(criterion), loader, **options):
+        loss_sum += result.loss.double() * result.samples
+        labels_seen.append(result.targets)
+        predicted.append(result.outputs.argmax(dim=1))
     return Predictions(
         labels=torch.cat(labels_seen).cpu().numpy(),
         predicted=torch.cat(predicted).cpu().numpy(),
@@ -101,40 +122,56 @@ def predict(
     )
 
 
+class Scores(NamedTuple):
+    """Over the samples of all ranks: mean loss, accuracy (NaN if unknown), and your metrics."""
+
+    loss: float = math.nan
+    accuracy: float = math.nan
+    metrics: Mapping[str, float] = MappingProxyType({})
+
+
 def validate(
     model: nn.Module,
     world: World,
-    criterion: nn.Module,
-    loader: Iterable[tuple[Tensor, Tensor]],
+    criterion: Criterion | ForwardPass,
+    loader: Iterable[MicroBatch],
     *,
+    metrics: Metrics = MappingProxyType({}),
     amp_dtype: torch.dtype | None = None,
     flip: bool = False,
-) -> tuple[float, float]:
-    """Return (mean loss, accuracy) over the samples of all ranks' loaders. Collective.
+) -> Scores:
+    """Return the scores over the samples of all ranks' loaders. Collective.
 
     Each sample counts once, even if a DistributedSampler repeats it to even out the ranks' shares.
-    ``flip`` : as for ``predict``.
+
+    Parameters
+    ----------
+    metrics : by name, see ``OwnMetrics``. One that is called "accuracy" is the accuracy.
+    amp_dtype, flip : as for ``evaluated``.
     """
     world.activity.enter("evaluation")
-    mine = predict(
+    forward = criterion if isinstance(criterion, ForwardPass) else ForwardPass(criterion)
+    own_metrics = OwnMetrics(metrics, world.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=world.device)
+    for result in evaluated(
         model,
         world.device,
-        criterion,
+        forward,
         loader,
         limit=_own_samples(loader),
         amp_dtype=amp_dtype,
         flip=flip,
-    )
-    mine_correct = float((mine.labels == mine.predicted).sum())
-    loss_sum, correct, samples = sum_over_ranks(
-        world, [mine.loss_sum, mine_correct, len(mine.labels)]
-    )
+    ):
+        sums += result.sums()
+        own_metrics.update(result)
+    loss_sum, count, correct, samples = sum_over_ranks(world, sums.tolist())
+    found = own_metrics.compute(world)
     if not samples:
-        return math.nan, math.nan
-    return loss_sum / samples, correct / samples
+        return Scores(metrics=found)
+    return Scores(loss_sum / count, found.get("accuracy", correct / samples), found)
 
 
-def _own_samples(loader: Iterable[tuple[Tensor, Tensor]]) -> int | None:
+def _own_samples(loader: Iterable[MicroBatch]) -> int | None:
     """Return how many of this rank's samples are not repetitions; None: all.
 
     A DistributedSampler deals out the samples in turn, and then repeats some of them.
@@ -144,13 +181,6 @@ def _own_samples(loader: Iterable[tuple[Tensor, Tensor]]) -> int | None:
         return None
     assert isinstance(sampler.dataset, Sized)  # the sampler needs its length, too
     return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))
-
-
-def to_device(images: Tensor, device: torch.device | str) -> Tensor:
-    """Move inputs to ``device``; 4-d images get channels_last strides, for faster convolutions."""
-    if images.dim() == 4:
-        return images.to(device, non_blocking=True, memory_format=torch.channels_last)
-    return images.to(device, non_blocking=True)
 
 
 def model_to_device(model: nn.Module, device: torch.device) -> nn.Module:

@@ -79,7 +79,8 @@ def distributed_train_worker(
 
     Parameters
     ----------
-    model_fn, criterion_fn : return a new model and criterion. All ranks get rank 0's weights.
+    model_fn, criterion_fn : return a new model and criterion. All ranks get rank 0's weights; a
+        ``seed`` in ``train_kwargs`` seeds torch before the model is built.
     train_dataset, val_dataset : yield (input, label); a DistributedSampler divides them.
     batch_size : PER PROCESS: the global batch is this x ``world_size`` x ``accumulation_steps``.
     num_workers : processes of each loader.
@@ -105,6 +106,9 @@ def distributed_train_worker(
             persistent_workers=num_workers > 0,
         )
 
+    train_kwargs = train_kwargs or {}
+    if train_kwargs.get("seed") is not None:
+        torch.manual_seed(train_kwargs["seed"])  # for the model's first weights
     engine = TrainingEngine(model_fn(), device, distributed=world_size > 1, **(engine_kwargs or {}))
     optimizer = optimizer_fn([p for p in engine.model.parameters() if p.requires_grad])
     return engine.train(
@@ -113,7 +117,7 @@ def distributed_train_worker(
         optimizer,
         criterion_fn(),
         scheduler=None if scheduler_fn is None else scheduler_fn(optimizer),
-        **(train_kwargs or {}),
+        **train_kwargs,
     )
 
 

@@ -29,9 +29,10 @@ _FLUSH_SECONDS = 2.0
 class EpochResult:
     """What this rank did in one epoch, also before a resume.
 
-    samples : number of training samples. loss_sum, correct : their summed loss, and how many were
-    predicted correctly. steps, step_seconds : steps and their time; ``steady_`` leaves out the
-    first step of each process, which warms up. seconds : time of the whole epoch.
+    samples : number of training samples. loss_sum, count : the sum of the losses, and of what they
+    are means over, mostly samples. correct : how many samples were predicted correctly; NaN:
+    unknown. steps, step_seconds : steps and their time; ``steady_`` leaves out the first step of
+    each process, which warms up. seconds : time of the whole epoch.
     complete : False if a request to stop ended the epoch early.
     """
 
@@ -44,11 +45,12 @@ class EpochResult:
     steady_seconds: float = 0.0
     seconds: float = 0.0
     complete: bool = True
+    count: float = 0.0
 
     @property
     def loss(self) -> float:
-        """Mean loss over this rank's samples."""
-        return self.loss_sum / self.samples if self.samples else math.nan
+        """Mean loss over this rank's samples, or over what the criterion counts."""
+        return self.loss_sum / self.count if self.count else math.nan
 
     @property
     def accuracy(self) -> float:
@@ -67,15 +69,14 @@ class EpochResult:
 class StepOutcome:
     """What this rank has of a step until a flush makes it a ``StepRecord``.
 
-    numbers : what ``TrainingEngine.train_step`` returned, float64 of shape (3,), perhaps still on
-    the GPU: mean loss over this rank's samples, samples predicted right (both NaN if compute was
-    emulated), norm of the synchronised gradients. samples : this rank's. times : what
-    ``StepTimer.take`` returned after the step.
+    numbers : what ``TrainingEngine.train_step`` returned, float64 of shape (5,), perhaps still on
+    the GPU: this rank's summed loss, its count, samples predicted right (NaN: unknown), samples,
+    and the norm of the synchronised gradients. times : what ``StepTimer.take`` returned after the
+    step.
     """
 
     step: int
     numbers: Tensor
-    samples: int
     learning_rate: float
     times: RawSpans
 
@@ -84,6 +85,7 @@ class _StepSums(NamedTuple):
     """What the ranks add up for a step; ``not_finite`` : 1 on a rank whose numbers are not."""
 
     loss_sum: float
+    counted: float
     correct: float
     samples: float
     not_finite: float
@@ -111,6 +113,7 @@ def own_sums(world: World, saved: object) -> EpochResult:
         samples=sum(result.samples for result in shared),
         loss_sum=sum(result.loss_sum for result in shared),
         correct=sum(result.correct for result in shared),
+        count=sum(result.count or result.samples for result in shared),  # older files have no count
     )
 
 
@@ -127,7 +130,7 @@ class MetricsBuffer:
 
     The attribute ``result`` holds the epoch's sums up to the last flush; set it to those of the
     steps before a resume. ``exchanges`` is how many of the last parts of "sync" begin with a
-    message, and so wait for the slowest rank.
+    message, and so wait for the slowest rank. ``emulated`` : losses are NaN, which is no error.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class MetricsBuffer:
     ) -> None:
         self.result = EpochResult()
         self.exchanges = 64
+        self.emulated = False
         self._counted_until = time.perf_counter()
         self._world = world
         self._timer = timer
@@ -170,7 +174,7 @@ class MetricsBuffer:
         if len(self._pending) >= self._interval or latest.step % self._log_every == 0:
             return True
         sees_alike = self._equal_gradients and self._world.device.type == "cpu"
-        return sees_alike and not math.isfinite(float(latest.numbers[2]))
+        return sees_alike and not math.isfinite(float(latest.numbers[-1]))
 
     def flush(self, *, stop: bool, wait: bool = True) -> bool:
         """Record the steps since the last flush; return whether any rank asks to stop. Collective.
@@ -190,19 +194,19 @@ class MetricsBuffer:
         self._pending = []
         records, own = self._read(steps)
         seconds = sum(record.step_seconds for record in records)
-        # (steps + 1, 4): the last row holds stop requests and seconds.
-        sums = start_all_reduce(self._world, [*own, [stop, seconds, 0, 0]])
+        # (steps + 1, 5): the last row holds stop requests and seconds.
+        sums = start_all_reduce(self._world, [*own, [stop, seconds, 0, 0, 0]])
         waits = self._wait_seconds(steps)
 
         def finish() -> bool:
             self._finish = None
-            *rows, (stop_requests, all_seconds, _, _) = sums()
+            *rows, (stop_requests, all_seconds, *_) = sums()
             totals = [_StepSums(*row) for row in rows]
             finite = 0  # the number of steps before the first that is not
             for record, here, total, wait in zip(records, own, totals, waits(), strict=True):
                 if total.not_finite:
                     break
-                record.loss = total.loss_sum / total.samples
+                record.loss = total.loss_sum / total.counted
                 record.accuracy = total.correct / total.samples
                 record.wait_seconds = wait
                 self._count(record, here)
@@ -226,6 +230,7 @@ class MetricsBuffer:
         """Add a step to this rank's ``result``."""
         result = self.result
         result.loss_sum += here.loss_sum
+        result.count += here.counted
         result.correct += here.correct
         result.samples += int(here.samples)
         result.steps += 1
@@ -243,7 +248,8 @@ class MetricsBuffer:
         numbers = torch.stack([step.numbers for step in steps]).tolist()
         records = []
         sums = []
-        for step, (loss, correct, norm) in zip(steps, numbers, strict=True):
+        for step, (loss_sum, count, correct, samples, norm) in zip(steps, numbers, strict=True):
+            loss = loss_sum / count if count else 0.0
             seconds = self._timer.seconds(step.times)
             records.append(
                 StepRecord(
@@ -251,15 +257,14 @@ class MetricsBuffer:
                     step=step.step,
                     loss=math.nan,
                     local_loss=loss,
-                    local_samples=step.samples,
+                    local_samples=int(samples),
                     learning_rate=step.learning_rate,
                     **{f"{name}_seconds": value for name, value in seconds.items()},
                 )
             )
-            finite = math.isfinite(loss) and (math.isfinite(norm) or self._overflow_is_normal)
-            emulated = math.isnan(correct)
-            loss_sum = loss * step.samples if step.samples else 0.0
-            sums.append(_StepSums(loss_sum, correct, step.samples, not finite and not emulated))
+            finite = math.isfinite(loss_sum) and (math.isfinite(norm) or self._overflow_is_normal)
+            not_finite = not finite and not self.emulated
+            sums.append(_StepSums(loss_sum, count, correct, samples, not_finite))
         return records, sums
 
     def _wait_seconds(self, pending: Sequence[StepOutcome]) -> Callable[[], list[float]]:

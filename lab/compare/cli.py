@@ -28,6 +28,11 @@ COMPARE_FLAGS: dict[str, dict[str, Any]] = {
         "help": "numbers of ranks to compare; 1 is PartOne. With --ranks-per-node numbers of "
         "nodes, of which 1 is still PartOne, one rank",
     },
+    "--ranks": {
+        "type": int,
+        "nargs": "+",
+        "help": "the same as --nodes, where each rank has a node or all share this machine",
+    },
     "--ranks-per-node": {
         "type": int,
         "default": Settings.ranks_per_node,
@@ -232,9 +237,14 @@ def _compare(args: argparse.Namespace) -> int:
             f"--plan starts one rank on each node, so --ranks-per-node {args.ranks_per_node} needs "
             "emulated nodes: leave out one of the two"
         )
+    if args.ranks is not None and args.ranks_per_node > 1:
+        raise UserError(
+            f"--ranks beside --ranks-per-node {args.ranks_per_node}: give --nodes, the numbers of "
+            "nodes"
+        )
     seeds = args.seeds if args.until_accuracy is not None else 1
     settings = Settings(
-        nodes=tuple(args.nodes),
+        nodes=tuple(args.ranks or args.nodes),
         sync=strategies(args.sync),
         steps=args.steps,
         warmup=args.warmup,

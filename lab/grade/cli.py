@@ -40,6 +40,10 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
                 "help": "a CSV file (submission,part,path,command) for scripts with other names "
                 "or commands; path or command may be empty",
             },
+            "--again": {
+                "action": "store_true",
+                "help": "run once more what could not be run, as after installing what it lacked",
+            },
             "--jobs": {
                 "type": int,
                 "metavar": "N",

@@ -54,7 +54,7 @@ _REQUIRED = {
 _OF_TORCHRUN = re.compile(r"""["'](?:RANK|WORLD_SIZE|LOCAL_RANK)["']""")
 _INTERFACE = re.compile(r"""["']((?:eth|en|eno|ens|enp|ib|wlan|bond|br)\d[\w.-]{0,12})["']""")
 _ARGUMENT = re.compile(
-    r"(\[)?(?:(--?[\w-]+)(?:[ =](\{[^{}]*\}|[A-Z][\w-]*))?|(\{[^{}]*\}|\w[\w-]*))"
+    r"(\[)?(?:(--?[\w-]+)(?:[ =](\{[^{}]*\}|[^][\s(){}|-][^][\s(){}|]*))?|(\{[^{}]*\}|\w[\w-]*))"
 )
 
 
@@ -218,7 +218,7 @@ def _missing_path(refusal: Refusal) -> str | None:
 
 
 class ScriptArgument(msgspec.Struct):
-    """An option or a positional argument in argparse's usage.
+    """An option or a positional argument, as argparse's usage shows it or a source declares it.
 
     name : as it is typed; "" for a positional argument.
     means : the names that tell what it wants.
@@ -236,11 +236,19 @@ class ScriptArgument(msgspec.Struct):
 
 
 def _other_flags(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
-    """Give it the flags that argparse's usage names."""
+    """Give it the flags that argparse's usage names, or the script where its usage names none."""
     usage = _usage(refusal.printed)
     if usage is None:
         return None
-    options = list(_options(usage))
+    declared: list[ScriptArgument] = []
+    with contextlib.suppress(RecursionError):  # nested too deeply for what writes it
+        for source in refusal.sources:
+            declared += _declared(source)
+    options = list(_options(usage)) or declared
+    for option in options:
+        for argument in declared:  # the usage leaves out its other names
+            if _plain(option.name) in argument.means:
+                option.means += argument.means
     place = _script_place(task)
     given = {_plain(option): values for option, *values in _pairs(task.words[place + 1 :])}
     arguments: list[str] = []
@@ -282,6 +290,23 @@ def _options(usage: str) -> Iterator[ScriptArgument]:
         else:
             means = [_plain(name), _plain(metavar)]
             yield ScriptArgument(name, means, takes=bool(metavar), required=not bracket)
+
+
+def _declared(source: str) -> Iterator[ScriptArgument]:
+    """Yield the arguments that a source adds to a parser."""
+    for node in ast.walk(_tree(source)):
+        if not isinstance(node, ast.Call) or _last_name(node.func) != "add_argument":
+            continue
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        names = [ast.unparse(name).strip("\"'") for name in node.args]
+        means = [_plain(name) for name in [*names, given.get("dest", ""), given.get("metavar", "")]]
+        is_option = any(name.startswith("-") for name in names)
+        yield ScriptArgument(
+            name=names[-1] if is_option else "",
+            means=[name for name in means if name],
+            takes=re.match(".(store_|count|help|version)", given.get("action", "")) is None,
+            required="required" in given if is_option else "nargs" not in given,
+        )
 
 
 def _is_doubtful(option: ScriptArgument, value: str, options: Sequence[ScriptArgument]) -> bool:
@@ -336,14 +361,21 @@ def _positionals(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
 def _argv_names(script: str) -> dict[int, str]:
     """Return what a script calls each of its arguments, by the argument's number."""
     names: dict[int, str] = {}
-    # Not Python, or nested too deeply for the parser or for what walks its tree
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        for node in ast.walk(ast.parse(script)):
+    with contextlib.suppress(RecursionError):
+        for node in ast.walk(_tree(script)):
             if isinstance(node, ast.keyword) and node.arg:
                 names |= _named(node.value, node.arg)
             elif isinstance(node, ast.Assign):
                 names |= _assigned(node.targets[0], node.value)
     return names
+
+
+def _tree(source: str) -> ast.Module:
+    """Return a source's tree; an empty one for what is not Python, or nested too deeply."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
 
 
 def _assigned(target: ast.expr, value: ast.expr) -> dict[int, str]:

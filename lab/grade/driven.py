@@ -38,7 +38,9 @@ def driven_facts(
     entries : what is said about each finding that a driver may name.
     """
     of_audit = content_of(result)
-    findings = _findings(verdicts, entries) + _of_the_audit(of_audit)
+    # Why ranks wait for each other, the audit says.
+    differ = [finding for finding in of_audit.findings if finding.name == _DIFFER]
+    findings = _findings(verdicts, entries) + differ
     passed = list(dict.fromkeys(title for each in verdicts.values() for title in each.passed))
     status = 0
     headline = f"Equal to one process on {counts(verdicts, 'rank')}: {listed(passed, most=20)}."
@@ -56,7 +58,7 @@ def driven_facts(
         headline = f"{failure}; found before that: {listed(names)}" if names else failure
     elif findings:
         status = FOUND_FAULTS
-        headline = f"wrong: {findings[0].title}"
+        headline = f"wrong: {findings[0].title}: {findings[0].evidence[0]}"
     return msgspec.structs.replace(
         of_audit,
         status=status,
@@ -95,18 +97,15 @@ def _findings(
     findings: list[FindingContent] = []
     for name, entry in entries.items():
         if name in first and name not in follow:
-            title = f"{titled(entry.title, sorted(sizes[name]))}: {first[name].evidence}"
-            findings.append(_finding(entry, title, first[name], sorted(sizes[name])))
+            findings.append(_finding(entry, first[name], sorted(sizes[name])))
     return findings
 
 
-def _finding(
-    entry: CatalogueEntry, title: str, found: FoundInRun, sizes: list[int]
-) -> FindingContent:
+def _finding(entry: CatalogueEntry, found: FoundInRun, sizes: list[int]) -> FindingContent:
     return FindingContent(
         name=entry.name,
         severity=FAULT,
-        title=title,
+        title=titled(entry.title, sizes),
         evidence=[found.evidence],
         at=None if found.at is None else LineContent(*found.at, text=""),
         cause=entry.cause,
@@ -115,15 +114,6 @@ def _finding(
         ranks=sizes,
         condition=None,
     )
-
-
-def _of_the_audit(audit: AuditContent) -> list[FindingContent]:
-    """Return the audit's finding that explains why ranks wait for each other, if it has it."""
-    return [
-        msgspec.structs.replace(finding, title=f"{finding.title}: {finding.evidence[0]}")
-        for finding in audit.findings
-        if finding.name == _DIFFER
-    ]
 
 
 def _why_stopped(verdicts: Iterable[PartVerdict], result: AuditResult) -> str:

@@ -17,11 +17,13 @@ class Look(msgspec.Struct):
 
     what : what was seen, for both readers.
     student, grader : what each of them can do; "" if nothing. Neither reads the other's sentence.
+    missing : whether nothing was handed in that may be the part.
     """
 
     what: str
     student: str = ""
     grader: str = ""
+    missing: bool = False
 
     @property
     def for_student(self) -> str:

@@ -2,7 +2,7 @@
 
 What was seen of a part stays in the output folder, under a key of all that it follows from: the
 submission, the rubric's part and the audit. A second call takes it from there, and marks again;
-it runs what could not be run once more.
+it runs what could not be run once more only with --again.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 import lab
-from common.errors import UserError
+from common.errors import UserError, file_errors
 from common.say import count, listed, minutes_text
 from common.utils.environment import setting
 from common.utils.processes import how_ended, start_child
@@ -46,10 +46,10 @@ from lab.grade.sandbox import Task, refused
 from lab.grade.submissions import (
     Place,
     ScriptRow,
-    check_row,
     digest,
-    find_script,
+    find_scripts,
     named,
+    places_of,
     read_rows,
 )
 from lab.grade.unpack import unpack
@@ -99,7 +99,7 @@ def main_grade(args: argparse.Namespace) -> int:
         tasks: dict[Place, Task] = {}
         for name, sources in submissions.items():
             tasks |= book.take_in(name, sources, folder / name, scripts)
-        book.seen |= _known(tasks, book.decided)
+        book.seen |= _known(tasks, again=args.again)
         book.write()
         try:
             _run_all(tasks, book, args.jobs)
@@ -149,13 +149,16 @@ def _read_map(
         return {}
     scripts: dict[Place, ScriptRow] = {}
     for row in read_rows(path, ScriptRow):
-        check_row(row, names, rubric, where=str(path))
         where = f"{path}, {row.submission} {row.part}"
         if row.path:
             check_pattern(row.path, where=where)
-        if row.command:
-            check_command(row.command, rubric.parts[row.part], where=where)
-        scripts[row.submission, row.part] = row
+        with file_errors(f"{where}: ranks are numbers"):
+            ranks = row.numbers
+        for name, part_name in places_of(row, names, rubric, where=str(path)):
+            part = rubric.parts[part_name]
+            part = msgspec.structs.replace(part, ranks=ranks or part.ranks)
+            check_command(row.command or part.command, part, where=where)
+            scripts[name, part_name] = row
     return scripts
 
 
@@ -190,10 +193,13 @@ class Gradebook:
                 self.seen[name, part_name] = problem
             return {}
         tasks: dict[Place, Task] = {}
-        for part_name in self.rubric.parts:
+        rows = {
+            part: scripts.get((name, part), ScriptRow(name, part, "")) for part in self.rubric.parts
+        }
+        places = {part: row.path for part, row in rows.items()}
+        for part_name, script in find_scripts(copy, self.rubric, places).items():
             place = (name, part_name)
-            row = scripts.get(place, ScriptRow(name, part_name, ""))
-            script = find_script(copy, part_name, self.rubric, row.path or None)
+            row = rows[part_name]
             if isinstance(script, Look):
                 self.seen[place] = script
                 continue
@@ -203,7 +209,7 @@ class Gradebook:
                 copy,
                 script,
                 self.out / "submissions" / name / f"{part_name}.json",
-                command=row.command or None,
+                row,
                 sandboxed=self.sandboxed,
             )
         return tasks
@@ -252,16 +258,16 @@ def _task(
     copy: Path,
     script: Path,
     facts: Path,
+    row: ScriptRow,
     *,
-    command: str | None,
     sandboxed: bool,
 ) -> Task:
     """Return what to run of a submission; its key stays the same as long as the outcome does.
 
-    name : of the part. command : by --map, in place of the rubric's.
+    name : of the part. row : by --map; what it says replaces what the rubric says.
     """
     part = rubric.parts[name]
-    start = parse_command(part.command if command is None else command)
+    start = parse_command(row.command or part.command)
     program, *arguments = start.words
     words = [shutil.which(program, path=_environment()["PATH"]) or program]
     filled = {"{script}": [script.name], PLACEHOLDER: driver_words(Path(rubric.driver), name)}
@@ -274,13 +280,13 @@ def _task(
     # The folders and the key come last: the key must not depend on where the copies lie.
     task = Task(
         words=words,
-        ranks=sorted(set(part.ranks)),
+        ranks=sorted(set(row.numbers or part.ranks)),
         submission="",
         script=str(script.relative_to(copy)),
         start=str(script.parent.relative_to(copy)),
         environment={key: value for key, value in variables.items() if not has_placeholder(value)},
-        may_change=command is None and not part.is_driven,
-        changes=[] if command is None else ["with a command given by the grader"],
+        may_change=not row.command and not part.is_driven,
+        changes=["with a command given by the grader"] if row.command else [],
         facts="",
         key="",
         mounts={at: str(path) for at, path in rubric.mounted().items()},
@@ -301,11 +307,10 @@ def _task(
     return msgspec.structs.replace(task, submission=str(copy), facts=str(facts), key=key)
 
 
-def _known(tasks: Mapping[Place, Task], decided: Mapping[Place, Override]) -> dict[Place, Facts]:
+def _known(tasks: Mapping[Place, Task], *, again: bool) -> dict[Place, Facts]:
     """Return what an earlier call has seen of these parts.
 
-    Not that of a part that could not be run, unless a person has decided: data may have been
-    missing.
+    again : not that of a part that could not be run: data or a package may have been missing.
     """
     known: dict[Place, Facts] = {}
     for place, task in tasks.items():
@@ -314,7 +319,7 @@ def _known(tasks: Mapping[Place, Task], decided: Mapping[Place, Override]) -> di
         except (FileNotFoundError, UserError):  # not there, or cut off
             continue
         ran = facts.whole or facts.audit.status != CANNOT_TELL
-        if facts.key == task.key and (ran or place in decided):
+        if facts.key == task.key and (ran or not again):
             known[place] = facts
     return known
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import msgspec
 
 from common.errors import UserError
-from common.say import counts
 from lab.audit.findings.finding import FAULT
 from lab.audit.report import AuditContent, FindingContent
 from lab.grade.facts import CANNOT_TELL, FOUND_FAULTS, Facts, Look, what_ended
 from lab.grade.findings import lesson_of
 from lab.grade.rubric import WAYS, Part, Rubric
-from lab.grade.submissions import CsvRow, Place, check_row, read_rows
+from lab.grade.submissions import CsvRow, Place, places_of, read_rows
 
 
 class Mark(msgspec.Struct, kw_only=True):
@@ -56,13 +55,20 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     """
     part = rubric.parts[name]
     if isinstance(seen, Look):
-        return Mark(part=name, title=part.title, points=part.points, look=[seen])
+        mark = Mark(part=name, title=part.title, points=part.points)
+        if not seen.missing or rubric.missing is None:
+            return msgspec.structs.replace(mark, look=[seen])
+        why = [f"Not handed in: {seen.for_student}"]
+        return msgspec.structs.replace(mark, marks=rubric.missing * part.points, why=why)
     counted = _counted(part, seen)
     lost = {fault.name: rubric.deduction(part, fault.name) for fault in counted}
+    certain = sum(lost[fault.name] for fault in counted if fault.sure == "certain")
     changes = [] if seen.refused else seen.changes
     cost = rubric.other_command * part.points if changes else 0.0
     marks = max(0.0, part.points - sum(lost.values()) - cost)
-    look = _doubted(seen) or _unclear(part, seen, counted, marks)
+    look = _doubted(seen)
+    if not look and certain < part.points:  # else whatever a person sees leaves it at 0
+        look = _unclear(part, seen, counted, marks)
     why = [_why_lost(fault, lost[fault.name]) for fault in counted]
     why += _accepted(part, seen)
     if not look and not why:
@@ -104,8 +110,9 @@ def _accepted(part: Part, seen: Facts) -> Iterator[str]:
 
 
 def _why_lost(fault: FindingContent, points: float) -> str:
-    """Return the sentence for a deduction."""
-    return f"-{points:g}: {fault.title} ({_place(fault)}). {fault.cure}"
+    """Return the sentence for a deduction, with the first thing that was seen."""
+    seen = "".join(f" Seen: {sentence}." for sentence in fault.evidence[:1])
+    return f"-{points:g}: {fault.title} ({_place(fault)}).{seen} {fault.cure}"
 
 
 def _place(finding: FindingContent) -> str:
@@ -120,7 +127,12 @@ def _why_full(part: Part, seen: Facts) -> str:
         return seen.audit.headline
     if part.ranks == [1]:
         return "It trains on one process; only this was checked."
-    return "No fault was found: the same updates as one process that averages all gradients."
+    why = "No fault was found: the same updates as one process that averages all gradients."
+    ran = {run.ranks for run in seen.audit.runs}
+    if len(ran) > 1:
+        return why
+    number = max(ran)
+    return f"{why} It ran on {number} ranks alone, where a literal {number} is the right divisor."
 
 
 def _doubted(seen: Facts) -> list[Look]:
@@ -168,7 +180,7 @@ def _unclear(
             )
         )
     if not counted:
-        looks += _unchecked(part, audit)
+        looks += _unchecked(audit)
     return looks
 
 
@@ -194,11 +206,10 @@ def _undecided(seen: Facts) -> Look:
     return look
 
 
-def _unchecked(part: Part, audit: AuditContent) -> Iterator[Look]:
+def _unchecked(audit: AuditContent) -> Iterator[Look]:
     """Yield what the audit could not check of a part in which no fault counts."""
-    ran = {run.ranks for run in audit.runs}
-    if len(ran) < len(part.ranks):
-        yield Look(f"it ran on {counts(ran, 'rank')} only.", grader="Look at its divisor.")
+    if not audit.runs:
+        yield Look("no run of it was seen.")
     if audit.status == FOUND_FAULTS:
         for row in audit.properties:
             if row.name in ("gradients", "weights") and row.state == "not seen":
@@ -218,10 +229,14 @@ class OverrideRow(CsvRow):
 
 
 class Override(msgspec.Struct):
-    """The marks that a person has given, and why."""
+    """The marks that a person has given, and why.
+
+    of_open : whether they are for a mark only as long as it is open.
+    """
 
     marks: float
     reason: str
+    of_open: bool = False
 
 
 def read_overrides(
@@ -229,20 +244,21 @@ def read_overrides(
 ) -> dict[Place, Override]:
     """Return what a person has decided, by submission and part; nothing without the file.
 
+    A row with ``*``, for all submissions or parts, decides only what is open and has no row.
+
     Raises UserError for a row that fits no submission or part, has no reason, or impossible marks.
     """
     if not path.exists():
         return {}
     decided: dict[Place, Override] = {}
     for row in read_rows(path, OverrideRow):
-        check_row(row, names, rubric, where=str(path))
-        decided[row.submission, row.part] = _decision(row, rubric, path)
+        for name, part in places_of(row, names, rubric, where=str(path)):
+            decided[name, part] = _decision(row, rubric.parts[part].points, path)
     return decided
 
 
-def _decision(row: OverrideRow, rubric: Rubric, path: Path) -> Override:
+def _decision(row: OverrideRow, points: float, path: Path) -> Override:
     """Return what a row decides. Raises UserError for impossible marks, or without a reason."""
-    points = rubric.parts[row.part].points
     try:
         marks = float(row.marks)
     except ValueError:
@@ -252,11 +268,11 @@ def _decision(row: OverrideRow, rubric: Rubric, path: Path) -> Override:
             f"{path}, {row.submission} {row.part}: give marks from 0 to {points:g} and a reason, "
             f"got {row.marks!r} and {row.reason!r}"
         )
-    return Override(marks, row.reason)
+    return Override(marks, row.reason, of_open=row.is_general)
 
 
 def override(mark: Mark, decided: Override | None) -> Mark:
     """Return the mark with what a person has decided."""
-    if decided:
+    if decided and (mark.marks is None or not decided.of_open):
         mark = msgspec.structs.replace(mark, marks=decided.marks, given=decided.reason, look=[])
     return mark

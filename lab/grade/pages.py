@@ -102,7 +102,7 @@ def _table(rubric: Rubric, graded: Graded) -> str:
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(
         [
-            *("submission", *rubric.parts, "total", "faults", "seconds"),
+            *("submission", *rubric.parts, "total", "so far", "faults", "seconds"),
             *("by hand", "overridden", "other commands"),
         ]
     )
@@ -137,6 +137,7 @@ def _cells(name: str, marks: Sequence[Mark]) -> list[str]:
         name,
         *(_shown(mark, unknown="") for mark in marks),
         total,
+        f"{_total(marks):g}",
         " ".join(faults),
         f"{seconds:.0f}",
         calm("; ".join(looks)),

@@ -111,6 +111,8 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     environment : variables for the processes of all parts.
     other_command : the share of a part's points that it costs if only another command than the
         demanded one starts its script.
+    missing : the share of its points that a part gets of which nothing was handed in; None leaves
+        it to a person.
     """
 
     title: Text
@@ -126,6 +128,7 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     mounts: dict[str, Text] = {}
     environment: dict[str, Text | int] = {}
     other_command: Share = 0.0
+    missing: Share | None = None
 
     def deduction(self, part: Part, fault: str) -> float:
         """Return the points that a fault costs."""

@@ -1,7 +1,7 @@
 """What was handed in: folders, zips and tars by their names, and the script of each part in them.
 
-``unpack`` (unpack.py) copies one to a folder of the grader's own; ``find_script`` finds a part's
-script in it.
+``unpack`` (unpack.py) copies one to a folder of the grader's own; ``find_scripts`` finds the parts'
+scripts in it.
 """
 
 import csv
@@ -18,11 +18,12 @@ from common.say import listed
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from lab.grade.facts import Look
-from lab.grade.rubric import Part, Rubric
+from lab.grade.rubric import Part, Ranks, Rubric
 
 _SUFFIXES = (".zip", ".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz")
 _TRAINS = re.compile(r"\.backward\(|init_process_group|DistributedDataParallel")
 
+EVERY = "*"  # in a table: all submissions, or all parts
 # The names of a submission and of a part.
 Place = tuple[str, str]
 
@@ -49,8 +50,31 @@ def _name(path: Path) -> str:
 # --- scripts ---
 
 
-def find_script(folder: Path, name: str, rubric: Rubric, given: str | None) -> Path | Look:
-    """Return a part's script in a submission's folder, or why there is none.
+def find_scripts(folder: Path, rubric: Rubric, given: Mapping[str, str]) -> dict[str, Path | Look]:
+    """Return the script of each part in a submission's folder, or why there is none.
+
+    A part is missing only if every file that trains is the script of another part, or is imported.
+
+    given : places by --map, by part.
+    """
+    found = {name: _find_script(folder, name, rubric, given.get(name)) for name in rubric.parts}
+    texts = {path: _text(path) for path in _fitting(folder, "**/*.py")}
+    may_be_a_part = any(
+        path not in found.values() and _TRAINS.search(text) and not _is_imported(path, texts)
+        for path, text in texts.items()
+    )
+    for name, script in found.items():
+        if isinstance(script, Look) and may_be_a_part:
+            found[name] = msgspec.structs.replace(script, missing=False)
+    return found
+
+
+def _is_imported(path: Path, texts: Mapping[Path, str]) -> bool:
+    return any(file != path and _imports(text, path.stem) for file, text in texts.items())
+
+
+def _find_script(folder: Path, name: str, rubric: Rubric, given: str | None) -> Path | Look:
+    """Return a part's script, or why there is none.
 
     One that no pattern of the rubric fits is found by the part's name, or by what the part uses.
 
@@ -73,6 +97,7 @@ def find_script(folder: Path, name: str, rubric: Rubric, given: str | None) -> P
         f"no file fits {', '.join(patterns)}; here are {here}.",
         student="Name the script as the assignment says.",
         grader="Name it with --map.",
+        missing=not given,
     )
 
 
@@ -116,7 +141,7 @@ def _likenesses(name: str, part: Part) -> Iterator[re.Pattern[str]]:
 
 def _one_of(folder: Path, found: Sequence[Path]) -> Path | Look:
     """Return the one file that others do not import and that trains, or why it cannot be told."""
-    texts = {path: read_regular(path, last_bytes=2**20).decode(errors="replace") for path in found}
+    texts = {path: _text(path) for path in found}
     imported = {path for path in found if any(_imports(text, path.stem) for text in texts.values())}
     left = [path for path in found if path not in imported] or list(found)
     if len(left) > 1:
@@ -128,6 +153,10 @@ def _one_of(folder: Path, found: Sequence[Path]) -> Path | Look:
         student="Hand in one script for this part, named as the assignment says.",
         grader="Name one with --map.",
     )
+
+
+def _text(path: Path) -> str:
+    return read_regular(path, last_bytes=2**20).decode(errors="replace")
 
 
 def _imports(text: str, module: str) -> bool:
@@ -145,22 +174,33 @@ class CsvRow(msgspec.Struct):
     submission: str
     part: str
 
+    @property
+    def is_general(self) -> bool:
+        """Whether it is about all submissions, or all parts."""
+        return EVERY in (self.submission, self.part)
+
 
 class ScriptRow(CsvRow):
     """A row of the file of --map: where a script lies in its submission, and how it is started.
 
-    Either may be empty: then the rubric says it.
+    Each may be empty: then the rubric says it. ranks : numbers with spaces between.
     """
 
     path: str
     command: str = ""
+    ranks: str = ""
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of ranks. Raises ValueError for what is none."""
+        return msgspec.convert(self.ranks.split(), list[Ranks], strict=False)
 
 
 R = TypeVar("R", bound=CsvRow)
 
 
 def read_rows(path: Path, kind: type[R]) -> list[R]:
-    """Return the rows of a CSV file that a person wrote, without spaces around.
+    """Return the rows of a CSV file that a person wrote, without spaces around; general ones first.
 
     kind : its fields are the columns; those with a default may be missing.
 
@@ -177,17 +217,25 @@ def read_rows(path: Path, kind: type[R]) -> list[R]:
                 raise UserError(
                     f"{path}: the column {column} is missing: it needs {', '.join(needed)}"
                 )
-    return [kind(*((row.get(column) or "").strip() for column in columns)) for row in rows]
+    read = [kind(*((row.get(column) or "").strip() for column in columns)) for row in rows]
+    return sorted(read, key=lambda row: not row.is_general)
 
 
-def check_row(row: CsvRow, names: Mapping[str, object], rubric: Rubric, *, where: str) -> None:
-    """Raise UserError if a row names a submission or a part that is not there."""
-    if row.submission not in names:
-        raise UserError(
-            f"{where}: there is no submission {row.submission!r}: here are {listed(names)}"
-        )
-    if row.part not in rubric.parts:
-        raise UserError(f"{where}: there is no part {row.part!r}: here are {listed(rubric.parts)}")
+def places_of(
+    row: CsvRow, names: Mapping[str, object], rubric: Rubric, *, where: str
+) -> list[Place]:
+    """Return the parts that a row is about. Raises UserError for a name that is not there."""
+    submissions = _chosen(row.submission, names, where=f"{where}: there is no submission")
+    parts = _chosen(row.part, rubric.parts, where=f"{where}: there is no part")
+    return [(name, part) for name in submissions for part in parts]
+
+
+def _chosen(name: str, known: Mapping[str, object], *, where: str) -> list[str]:
+    if name == EVERY:
+        return list(known)
+    if name not in known:
+        raise UserError(f"{where} {name!r}: here are {listed(known)}; {EVERY} means all")
+    return [name]
 
 
 def digest(folder: Path) -> str:

@@ -1,10 +1,13 @@
 """``lab learn``: list the lessons, write a lesson's skeleton, keep a prediction, check the file.
 
-It also shows a lesson's hints, and a solution beside the student's file.
+It also shows a lesson's hints and a solution beside the student's file, and writes the assignment's
+program with blanks.
 """
 
 import argparse
+import shlex
 import shutil
+from pathlib import Path
 
 from common.errors import UserError
 from lab.flags import add_command
@@ -13,6 +16,8 @@ from lab.learn.course import FOLDER, LESSONS, Lesson, page_path
 from lab.learn.progress import keep, progress_of
 from lab.learn.solutions import beside
 from lab.terminal import say
+
+STARTER = Path(__file__).parent / "starter"
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
@@ -56,6 +61,13 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         help="show how your file differs from a solution; after a check in which all was right, or "
         "with --give-up",
     )
+    action.add_argument(
+        "--starter",
+        type=Path,
+        metavar="DIR",
+        help="write the assignment's program into DIR: VGG-11 on CIFAR-10, with the two averages "
+        "and DistributedDataParallel left for you to write",
+    )
     parser.add_argument(
         "--give-up", action="store_true", help="show the solution of a lesson that is not done"
     )
@@ -63,6 +75,8 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 def main_learn(args: argparse.Namespace) -> int:
     """Do what the flags ask for and return the exit status. Raises UserError on wrong input."""
+    if args.starter is not None:
+        return _begin_program(args.starter)
     if args.lesson is None:
         chosen = (args.predict, args.check, args.watch, args.hint, args.solution, args.give_up)
         if any(value not in (None, False) for value in chosen):
@@ -152,6 +166,26 @@ def _list_lessons() -> int:
         line = f"{lesson.number:>3}  {lesson.title:<24}{lesson.minutes:>3} min  {state}"
         say(line.rstrip())
     say(f"\nFrom the lessons to a program of your own: {page_path('your_own_program')}")
+    return 0
+
+
+def _begin_program(folder: Path) -> int:
+    """Write the assignment's program, with blanks, into a folder. UserError if one is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in STARTER.glob("*.py"):
+        if (folder / file.name).exists():
+            raise UserError(f"{folder / file.name} is there already: give --starter a new folder")
+    for file in STARTER.glob("*.py"):
+        shutil.copyfile(file, folder / file.name)
+    command = (
+        "python main.py --sync all_reduce --dataset digits --steps 6 --batch-size 24 --master-ip "
+        "{master} --master-port {port} --num-nodes {nodes} --rank {rank}"
+    )
+    say(
+        f"Wrote {folder}/main.py and {folder}/model.py. Write the three functions at the top of "
+        f"main.py; its first lines say how to start it. Then check each way, here all_reduce:\n\n"
+        f"cd {shlex.quote(str(folder))}\nlab audit -- {command}"
+    )
     return 0
 
 

@@ -27,7 +27,7 @@ WORTHWHILE = 1.1  # the speed ratio that makes more nodes worthwhile
 
 _EVERY_NODE_TO = 32
 _IN_A_DOUBLING = 16
-_FEWEST_SAMPLES_TRIED = 16
+FEWEST_SAMPLES_TRIED = 16
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _jumps(batch_size: int, scaling: str, ranks_per_node: int) -> list[int]:
     """Return the numbers of nodes at which the busiest rank has one sample less."""
     if scaling == "weak":
         return []
-    few_samples = range(1, _FEWEST_SAMPLES_TRIED + 1)
+    few_samples = range(1, FEWEST_SAMPLES_TRIED + 1)
     return [math.ceil(batch_size / (samples * ranks_per_node)) for samples in few_samples]
 
 

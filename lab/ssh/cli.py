@@ -59,6 +59,10 @@ LAUNCH_FLAGS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "run lab doctor on all hosts first; start only if it finds no failure",
     },
+    "--dry-run": {
+        "action": "store_true",
+        "help": "print each host's command, variables and ssh command; connect to no host",
+    },
     "--logs": {
         "type": Path,
         "help": "folder for node<r>.log, with several ranks on a host node<n>-rank<r>.log, and "

@@ -5,6 +5,7 @@ doctor``, start the command on all, wait, and end with the status of what failed
 """
 
 import argparse
+import shlex
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from msgspec.structs import asdict
 
 from common.errors import INTERRUPTED, TO_BE_CONTINUED
 from common.say import count, listed
+from common.utils.environment import RUN_TOKEN
 from common.utils.paths import new_folder
 from common.utils.processes import on_signals, shell_status, wait_for_ranks
 from common.utils.system import allow_most_descriptors
@@ -25,9 +27,15 @@ from lab.explain.diagnosis import first_to_fail
 from lab.fleet.conclusion import STOPS, conclude
 from lab.fleet.prefixed_output import PrefixedOutput, log_name, write_log
 from lab.ssh.command import NodeCommand, read_command
-from lab.ssh.hosts import Host, SSHOptions, parse_hosts, share_hosts
+from lab.ssh.hosts import Host, SSHOptions, parse_hosts, share_hosts, ssh_command
 from lab.ssh.node import HostFacts
-from lab.ssh.questions import doctor_passes, find_master, refuse_differences, run_requests
+from lab.ssh.questions import (
+    ENVIRONMENT,
+    doctor_passes,
+    find_master,
+    refuse_differences,
+    run_requests,
+)
 from lab.ssh.record import LaunchedHost, LaunchRecord, write_launch
 from lab.ssh.remote import BEAT_SECONDS, OnLine, Remote, ask, running, served, signal_all
 from lab.terminal import say
@@ -49,6 +57,9 @@ def launch(args: argparse.Namespace) -> int:
     shares_a_port |= each > 1
     options = SSHOptions.of(args)
     command = read_command(args.flags, nodes=len(hosts), port=args.master_port, ranks_per_node=each)
+    if args.dry_run:
+        say(_dry_text(hosts, options, command, args.master_ip))
+        return 0
     allow_most_descriptors()
     question = {"do": "facts", "script": command.script}
     facts = ask(hosts, question, options, schema=HostFacts)
@@ -98,6 +109,31 @@ def launch(args: argparse.Namespace) -> int:
         seconds = round(time.monotonic() - began, 1)
         write_launch(folder, record | {"status": status, "seconds": seconds})
     return status
+
+
+def _dry_text(
+    hosts: Sequence[Host], options: SSHOptions, command: NodeCommand, master: str | None
+) -> str:
+    """Return what a launch would type on each host, for a person to read or to type by hand.
+
+    master : the given address of rank 0; a launch finds another by testing, so here it has a name.
+    """
+    variables = [f"{name}={shlex.quote(value)}" for name, value in ENVIRONMENT.items()]
+    python = options.python or ".venv/bin/python"
+    lines = []
+    for host in hosts:
+        words = command.fill(
+            master=master or "MASTER_IP", nodes=len(hosts), rank=host.rank, python=python
+        )
+        lines += [
+            f"{host}, in {options.workdir}:",
+            f"  {' '.join(variables)} {shlex.join(words)}",
+            f"  over: {shlex.join(ssh_command(host, options))}",
+        ]
+    if master is None and "MASTER_IP" in "\n".join(lines):
+        lines.append(f"MASTER_IP: an address of {hosts[0].name} that every other host reaches")
+    lines.append(f"{RUN_TOKEN} is added, another one for each launch. Nothing was started.")
+    return "\n".join(lines)
 
 
 def _record(

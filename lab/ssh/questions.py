@@ -32,6 +32,12 @@ _DOCTOR = (
 # The flags of a command that lab doctor takes, too.
 _OF_DOCTOR = ("--dataset", "--data-dir", "--output-dir", "--timeout")
 _MOST_HOSTS = 8  # whose failures are shown
+# Of each rank's command, beside the token of the run.
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    # Else workers that torchrun restarts under Gloo read the addresses of their predecessors.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 
 
 def refuse_differences(
@@ -165,12 +171,7 @@ def run_requests(
 
     The hosts get the token through ssh, where no process list and no file shows it.
     """
-    environment = {
-        "PYTHONUNBUFFERED": "1",
-        RUN_TOKEN: with_run_token(os.environ)[RUN_TOKEN],
-        # Else workers that torchrun restarts under Gloo read the addresses of their predecessors.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    environment = {**ENVIRONMENT, RUN_TOKEN: with_run_token(os.environ)[RUN_TOKEN]}
     return [
         {
             "do": "run",

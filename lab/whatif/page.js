@@ -12,10 +12,9 @@ const Page = (() => {
   const octaves = (first, count) => Array.from({ length: count }, (_, index) => first * 2 ** index);
 
   const CURVE_NODES = octaves(1, 13); // 1, 2, 4, … 4,096
-  const MOST_BANDS = 4; // curves with a band: each takes milliseconds
+  const MOST_BANDS = 4; // curves with a band each; of more, only that of the focus has one
   const LINK_PAUSE = 300; // ms without a change until the link is written: browsers limit that
   const SPEECH_PAUSE = 700; // ms without a change until a screen reader hears the answer
-  const EXAMPLE_STEP_MS = 100;
   const WIDE = "(min-width: 900px)";
   const RATES = [1, 1.5, 2, 2.5, 4, 5, 8];
   const QUARTERS = [8, 10, 12, 14].flatMap((first) => octaves(first, 9)); // 8, 10, … up to 7,168
@@ -32,6 +31,7 @@ const Page = (() => {
   let changedControl = null; // the control of the last entry of the history
   let pendingLink = null; // not in the history yet
   let mine = null; // the reader's settings before a measured set or a question replaced them
+  let kept = null; // the state beside the shown one
   const timers = { link: null, speech: null };
 
   function later(name, pause, run) {
@@ -45,21 +45,33 @@ const Page = (() => {
   function compute() {
     const others = state.strategies.filter((name) => name !== state.focus);
     const names = [state.focus, ...others];
-    const rows = names.map((name) => ({ strategy: name, ...Engine.row(data, state, name) }));
-    const nodes = [...new Set([...CURVE_NODES, state.nodes])].sort(byValue);
+    const rows = names.map((name) => ({ strategy: name, ...Engine.step(data, state, name) }));
+    const focus = { ...rows[0], ...Engine.row(data, state, state.focus) };
+    const nodes = nodesOf(state);
+    const isFew = rows.length <= MOST_BANDS;
     const curves = rows.map((row, index) => ({
       strategy: row.strategy,
-      points: Engine.curve(data, state, row.strategy, nodes, { band: index < MOST_BANDS }),
+      points: Engine.curve(data, state, row.strategy, nodes, { band: index === 0 || isFew }),
     }));
     return {
-      focus: rows[0],
+      focus,
       rows: inOrder(rows),
       curves: inOrder(curves),
       nodes,
-      timeline: Timeline.timeline(data, state, state.focus),
+      timeline: timelineOf(state),
       terms: Timeline.terms(data, state, state.focus),
+      kept: kept && { ...timelineOf(kept), points: pointsOf(kept) },
     };
   }
+
+  const timelineOf = (shown) => ({
+    strategy: shown.focus, nodes: shown.nodes, timeline: Timeline.timeline(data, shown, shown.focus),
+  });
+
+  const pointsOf = (shown) =>
+    Engine.curve(data, shown, shown.focus, nodesOf(shown), { band: false });
+
+  const nodesOf = (shown) => [...new Set([...CURVE_NODES, shown.nodes])].sort(byValue);
 
   /** Return entries of strategies in the order of the reader's choice. */
   function inOrder(entries) {
@@ -108,6 +120,9 @@ const Page = (() => {
     byId("limit").textContent = tidy(limit);
     byId("sentence").textContent = tidy(sentence);
     byId("help-twice").hidden = !/network twice as fast/i.test(sentence);
+    byId("comparison").textContent = kept && tidy(Words.comparison(data, kept, state));
+    byId("targets").textContent = tidy(Words.targets(data, state));
+    byId("forget").hidden = kept === null;
     byId("detail").textContent = tidy(detail);
     byId("error").textContent = tidy(Words.error(data, state));
     byId("short").textContent = tidy(`${state.focus}: ${stepText(focus)}`);
@@ -121,10 +136,15 @@ const Page = (() => {
 
   function drawPictures() {
     const measured = Measured.points(data, state);
-    const scaling = { nodes: state.nodes, focus: state.focus, curves: results.curves, measured };
-    Pictures.timeline(byId("timeline"), data, {
-      strategy: state.focus, nodes: state.nodes, timeline: results.timeline,
-    });
+    const targets = {
+      steps: state.most_step_ms && 1e-3 * state.most_step_ms,
+      efficiency: state.least_efficiency && 0.01 * state.least_efficiency,
+    };
+    const scaling = {
+      nodes: state.nodes, focus: state.focus, curves: results.curves, measured, targets,
+      kept: results.kept,
+    };
+    Pictures.timeline(byId("timeline"), data, { ...results.timeline, kept: results.kept });
     Pictures.steps(byId("steps"), data, scaling);
     Pictures.efficiency(byId("efficiency"), data, scaling);
     Pictures.bytes(byId("bytes"), data, { rows: results.rows });
@@ -178,7 +198,7 @@ const Page = (() => {
   const TABLES = {
     timeline() {
       const ms = Words.duration;
-      const { passes, messages } = results.timeline;
+      const { passes, messages } = results.timeline.timeline;
       const exposed = (message) =>
         message.exposed.reduce((total, [begin, end]) => total + end - begin, 0);
       const rows = [
@@ -239,11 +259,11 @@ const Page = (() => {
 
   // -- controls ---------------------------------------------------------------------------------
 
-  const currentPreset = () => data.presets.find((preset) => State.same(preset.state, state));
+  const currentPreset = () => data.presets.find((preset) => State.same(data, preset.state, state));
 
   /** Write the state into all controls but the one that the reader is typing into. */
   function writeControls(typedInto = null) {
-    for (const name of Object.keys(State.FIELDS)) {
+    for (const name of Object.keys(data.fields)) {
       const control = byId(`c-${name}`);
       if (control && control !== typedInto) control.value = state[name] ?? "";
       const slider = byId(`slide-${name}`);
@@ -260,7 +280,7 @@ const Page = (() => {
     }
     byId("about-preset").textContent = preset?.about ?? "";
     byId("help-batch_size").textContent = Words.batch(data, state);
-    byId("back").hidden = mine === null || State.same(mine, state);
+    byId("back").hidden = mine === null || State.same(data, mine, state);
     byId("own-step").hidden = state.step_ms === null;
     byId("calibrated-step").hidden = state.step_ms !== null;
     const isCalibrated = state.costs === "calibrated";
@@ -272,6 +292,7 @@ const Page = (() => {
     byId("c-inside_gbit").disabled = state.ranks_per_node === 1;
     byId("c-adapters").disabled = !State.usesAdapters(state);
     byId("help-software_gbit").textContent = Words.softwareRange(data, state);
+    byId("help-step_ms").textContent = Words.stepSource(data, state);
     byId("field-parameters").hidden = state.model !== "own";
     clearProblems();
   }
@@ -319,11 +340,11 @@ const Page = (() => {
     if (name === "costs" && wanted.costs === "calibrated") {
       return { ...wanted, model: own, step_ms: null, adapters: null, software_gbit: null };
     }
-    if (name === "model" && wanted.model !== own && wanted.step_ms === null) {
-      return { ...wanted, step_ms: EXAMPLE_STEP_MS };
-    }
-    if (name === "backend" && wanted.backend === "gloo") {
-      return adapted({ ...wanted, transport: "tcp-vm" }, "transport");
+    if (name === "model") return withExample(wanted);
+    if (name === "backend" && wanted.backend === "gloo") wanted = { ...wanted, transport: "tcp-vm" };
+    const isLikelier = state.transport === State.likelierTransport(data, state);
+    if (name === "backend" || (name === "rate_gbit" && isLikelier)) {
+      wanted = { ...wanted, transport: State.likelierTransport(data, wanted) };
     }
     if (!State.usesAdapters(wanted)) wanted = { ...wanted, adapters: null };
     if (name === "focus" && !wanted.strategies.includes(wanted.focus)) {
@@ -339,10 +360,18 @@ const Page = (() => {
     return wanted;
   }
 
+  /** Return the state with the example step of its model, of an own one with the step that it has. */
+  function withExample(wanted) {
+    if (wanted.model === data.calibration.model) return { ...wanted, step_ms: null };
+    const { step_ms, batch } = Words.exampleOf(data, wanted);
+    const size = wanted.scaling === "weak" ? batch : wanted.batch_size;
+    return { ...wanted, step_ms, batch, batch_size: size };
+  }
+
   /** Return the batch that keeps the samples of a step where scaling changes. */
   function sameBatch(wanted) {
     const ranks = wanted.nodes * wanted.ranks_per_node;
-    const { least, most } = State.FIELDS.batch_size;
+    const { least, most } = data.fields.batch_size;
     const size = wanted.scaling === "strong" ? state.batch_size * ranks : state.batch_size / ranks;
     const fewest = Math.max(least, Engine.leastSamples(data, wanted));
     return Math.min(most, Math.max(fewest, Math.ceil(size)));
@@ -365,9 +394,6 @@ const Page = (() => {
     }
     state = wanted;
     writeControls(control);
-    if (name === "model" && state.step_ms !== null) {
-      say(`Step time: ${state.step_ms} ms is only an example; type that of your own model.`);
-    }
     remember(name);
     drawSoon();
   }
@@ -386,7 +412,7 @@ const Page = (() => {
   /** Take a comma for a decimal point: browsers drop it, and 1,5 would become 15. */
   function onTyping(event) {
     const { target, data: typed } = event;
-    const field = State.FIELDS[target.id.slice(2)];
+    const field = data.fields[target.id.slice(2)];
     if (target.type !== "number" || field.whole || !typed?.includes(",")) return;
     event.preventDefault();
     document.execCommand("insertText", false, typed.replaceAll(",", "."));
@@ -408,7 +434,7 @@ const Page = (() => {
     if (isNew) writeLink();
     changedControl = name;
     byId("copied").textContent = ""; // of the state before
-    pendingLink = State.encode(data, state);
+    pendingLink = State.encode(data, state, kept);
     if (!isNew) {
       later("link", LINK_PAUSE, writeLink);
     } else if (pendingLink !== location.hash) {
@@ -426,7 +452,7 @@ const Page = (() => {
   /** Show what the link says; return whether it says something that can be. */
   function readLink() {
     if (byId(location.hash.slice(1))) return false;
-    const { state: found, problem } = State.decode(data, location.hash);
+    const { state: found, kept: beside = null, problem } = State.decode(data, location.hash);
     if (problem) {
       say(problem);
       return false;
@@ -435,9 +461,17 @@ const Page = (() => {
     changedControl = null;
     mine = null;
     state = found;
+    kept = beside;
     writeControls();
     draw();
     return true;
+  }
+
+  /** Keep a state beside the shown one, or none. */
+  function keep(wanted) {
+    kept = wanted;
+    remember(null);
+    draw();
   }
 
   function jump(event) {
@@ -459,7 +493,7 @@ const Page = (() => {
   function copyLink() {
     const base = location.href.split("#")[0];
     const isFile = location.protocol === "file:";
-    copy(base + State.encode(data, state), isFile ? "Link for whoever has this file" : "Link");
+    copy(base + State.encode(data, state, kept), isFile ? "Link for whoever has this file" : "Link");
   }
 
   // -- beginning --------------------------------------------------------------------------------
@@ -467,15 +501,15 @@ const Page = (() => {
   /**
    * Show a state; a sentence says why if it cannot be, and the state before stays.
    *
-   * @param {?Object} kept the reader's settings, to which `back` returns; null: the shown state's
+   * @param {?Object} own the reader's settings, to which `back` returns; null: the shown state's
    */
-  function show(wanted, kept = mine ?? state) {
+  function show(wanted, own = mine ?? state) {
     const problem = State.problem(data, wanted);
     if (problem) {
       say(problem.text, problem.field);
       return false;
     }
-    mine = kept;
+    mine = own;
     state = State.copy(wanted);
     writeControls();
     remember(null);
@@ -516,6 +550,8 @@ const Page = (() => {
     }
     for (const link of document.querySelectorAll("[data-jump]")) link.addEventListener("click", jump);
     byId("back").addEventListener("click", () => back());
+    byId("keep").addEventListener("click", () => keep(State.copy(state)));
+    byId("forget").addEventListener("click", () => keep(null));
     const inSight = ([answer]) => byId("short").classList.toggle("told", answer.isIntersecting);
     new IntersectionObserver(inSight).observe(byId("answer"));
     byId("copy-link").addEventListener("click", copyLink);

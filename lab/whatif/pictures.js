@@ -13,7 +13,8 @@
  * @typedef {{strategy: string, nodes: number, seconds: number, efficiency: ?number,
  *     note: string}} Measured
  * @typedef {{nodes: number, focus: string, curves: {strategy: string, points: Point[]}[],
- *     measured: Measured[]}} Scaling
+ *     measured: Measured[], targets: {steps: ?number, efficiency: ?number},
+ *     kept: ?{strategy: string, nodes: number, points: Point[]}}} Scaling
  *     nodes: the reader's, at which each curve has a point; focus: the strategy whose line is thick
  */
 const Pictures = (() => {
@@ -338,34 +339,45 @@ const Pictures = (() => {
    *
    * @param {SVGElement} svg
    * @param {object} data of the page; not used
-   * @param {{strategy: string, nodes: number, timeline: Object}} model of Timeline.timeline
+   * @param {{strategy: string, nodes: number, timeline: Object, kept: ?Object}} model of
+   *     Timeline.timeline; kept: another one, drawn above it
    */
   function timeline(svg, data, model) {
     show(svg, `One step of ${model.strategy}`, (drawing) => paintTimeline(drawing, model));
   }
 
-  function paintTimeline(drawing, { strategy, nodes, timeline: step }) {
+  function paintTimeline(drawing, { kept = null, ...shown }) {
     addStripes(drawing, "stripes-wait", SECTIONS.wait);
     addStripes(drawing, "stripes-wire", SECTIONS.wire);
-    addText(drawing, `${strategy} on ${Words.counted(nodes, "node")}`, LEFT, 14, {
+    const right = drawing.width - RIGHT;
+    const longest = Math.max(shown.timeline.total_seconds, kept?.timeline.total_seconds ?? 0);
+    const x = linear(0, longest, LEFT, right);
+    let y = 0;
+    if (kept !== null) y = LINE + addStep(drawing, x, { ...kept, prefix: "kept: " }, y);
+    y = addStep(drawing, x, shown, y);
+    const moments = linearTicks(0, longest, Math.floor((right - LEFT) / 64) + 1);
+    const ticks = moments.map((value) => ({ at: x(value), text: timeTick(value) }));
+    y += addAxis(drawing, LEFT, right, y, ticks);
+    return y + 4 + addLegend(drawing, y + 4, timelineSigns(drawing, shown.timeline));
+  }
+
+  /** Draw a step below its heading; return where it ends. */
+  function addStep(drawing, x, { strategy, nodes, timeline: step, prefix = "" }, above) {
+    addText(drawing, `${prefix}${strategy} on ${Words.counted(nodes, "node")}`, LEFT, above + 14, {
       "font-weight": "bold",
     });
     const total = Words.duration(step.total_seconds);
-    addText(drawing, `${total} ${step.about || "a step"}`, LEFT, 14 + LINE);
+    addText(drawing, `${total} ${step.about || "a step"}`, LEFT, above + 14 + LINE);
     if (step.about) {
-      addText(drawing, `the mean step takes ${Words.duration(step.mean_seconds)}`, LEFT, 14 + 2 * LINE);
+      const mean = `the mean step takes ${Words.duration(step.mean_seconds)}`;
+      addText(drawing, mean, LEFT, above + 14 + 2 * LINE);
     }
-    const right = drawing.width - RIGHT;
-    const x = linear(0, step.total_seconds, LEFT, right);
-    const top = 14 + (step.about ? 2.5 : 1.5) * LINE;
+    const top = above + 14 + (step.about ? 2.5 : 1.5) * LINE;
     let y = addPasses(drawing, x, step, top);
     if (step.messages.length) y = addMessages(drawing, x, step.messages, y);
     const ends = step.passes.map((pass) => `M${round(x(pass.end))} ${top + LINE}V${y}`);
     addPath(drawing, "ends", ends.join(""), { stroke: FAINT });
-    const moments = linearTicks(0, step.total_seconds, Math.floor((right - LEFT) / 64) + 1);
-    const ticks = moments.map((value) => ({ at: x(value), text: timeTick(value) }));
-    y += addAxis(drawing, LEFT, right, y, ticks);
-    return y + 4 + addLegend(drawing, y + 4, timelineSigns(drawing, step));
+    return y;
   }
 
   /** Return the length of intervals together. */
@@ -477,8 +489,9 @@ const Pictures = (() => {
   /** Return how a strategy is drawn; its dash goes with its place among all of the page's. */
   function styleOf(data, name) {
     const index = data.strategies.findIndex((strategy) => strategy.name === name);
-    const { color, marker } = data.strategies[index];
-    return { index, color, marker, dash: DASHES[index % DASHES.length] };
+    const { color, marker, per_tensor } = data.strategies[index];
+    const detail = per_tensor ? " (per tensor)" : "";
+    return { index, color, marker, detail, dash: DASHES[index % DASHES.length] };
   }
 
   function addMarker(drawing, kind, { marker, color }, x, y, size, attributes = {}) {
@@ -497,6 +510,7 @@ const Pictures = (() => {
   // -- curves against the number of nodes -------------------------------------------------------
 
   const STEPS = {
+    name: "steps",
     title: "Time of a step against nodes",
     axis: "time of a step",
     keys: { value: "step_seconds", low: "low_seconds", high: "high_seconds", measured: "seconds" },
@@ -506,8 +520,9 @@ const Pictures = (() => {
     about: "a step",
   };
   const EFFICIENCY = {
+    name: "efficiency",
     title: "Efficiency against nodes",
-    axis: "samples a second of a node, relative to one node",
+    axis: "samples a second of a node, relative to one alone",
     keys: {
       value: "efficiency", low: "low_efficiency", high: "high_efficiency", measured: "efficiency",
     },
@@ -517,6 +532,9 @@ const Pictures = (() => {
     about: "of one node's speed",
   };
   const HOLLOW = { fill: PAPER, "stroke-width": 2 };
+  const KEPT = { index: 0, color: INK, marker: CIRCLE, dash: "1 2.5", detail: "" };
+  const AIM = { stroke: INK, "stroke-width": 1.5, "stroke-dasharray": "7 4" };
+  const SAME = 1.5; // pixels between two curves that look as one
   const TOP = 38; // pixels: of the plot
   const BOTTOM = 290;
 
@@ -537,20 +555,28 @@ const Pictures = (() => {
   }
 
   function paintCurves(drawing, quantity, data, model) {
-    const curves = model.curves.map((curve) => curveOf(quantity, data, curve));
+    const { kept = null, targets = {} } = model;
+    const curves = model.curves.map((curve) => (
+      curveOf(quantity, styleOf(data, curve.strategy), { ...curve, nodes: model.nodes })));
+    if (kept !== null) curves.push(curveOf(quantity, KEPT, { ...kept, strategy: `kept: ${kept.strategy}` }));
     const measured = measuredOf(quantity, data, model.measured);
-    const everything = [...curves.flatMap((curve) => curve.points), ...measured];
+    const target = targets[quantity.name] ?? null;
+    const aims = target === null ? [] : [{ nodes: 1, value: target, low: target, high: target }];
+    const everything = [...curves.flatMap((curve) => curve.points), ...measured, ...aims];
     const plot = plotOf(drawing, quantity, everything);
     addScales(drawing, quantity, plot);
     addReaderLine(drawing, plot, model.nodes);
+    for (const { value } of aims) {
+      addPath(drawing, "target", `M${round(plot.left)} ${round(plot.y(value))}H${round(plot.right)}`, AIM);
+    }
     for (const curve of curves) addBand(drawing, plot, curve);
     for (const curve of curves) addCurve(drawing, plot, curve, curve.strategy === model.focus);
     for (const { nodes, value, style } of measured) {
       addMarker(drawing, "measured", style, plot.x(nodes), plot.y(value), 4.4, HOLLOW);
     }
-    for (const { strategy, style, points } of curves) {
+    for (const { strategy, style, points, nodes: own } of curves) {
       const items = points.map((point) => itemOf(plot, point));
-      const reader = points.findIndex((point) => point.nodes === model.nodes);
+      const reader = points.findIndex((point) => point.nodes === own);
       const { nodes, value } = points[reader];
       const ring = { marker: CIRCLE, color: style.color };
       const ink = { stroke: INK, "stroke-width": 1.5 };
@@ -559,33 +585,40 @@ const Pictures = (() => {
     }
     addStop(drawing, "measured", measured.map((point) => itemOf(plot, point)));
     const top = BOTTOM + 42;
-    return top + addLegend(drawing, top, curveSigns(drawing, curves, measured));
+    const signs = curveSigns(drawing, plot, curves, measured);
+    for (const { value } of aims) {
+      const draw = (x, y) => addPath(drawing, "sign", `M${x} ${y}h${SIGN}`, AIM);
+      signs.push({ text: `target: ${quantity.text(value)}`, draw });
+    }
+    return top + addLegend(drawing, top, signs);
   }
 
   /** Return what is drawn of a curve; a point without a band has low and high of its value. */
-  function curveOf({ keys, text, about }, data, { strategy, points }) {
-    const style = styleOf(data, strategy);
+  function curveOf({ keys, text, about }, style, { strategy, nodes: own, points }) {
     const drawn = points.map((point) => {
       const { nodes, [keys.value]: value } = point;
       const { [keys.low]: low = value, [keys.high]: high = value } = point;
-      const lines = [`${strategy} on ${Words.counted(nodes, "node")}`, `${text(value)} ${about}`];
-      if (low < high) lines.push(`80 % band: ${text(low)} to ${text(high)}`);
+      const lines = () => {
+        const heading = `${strategy} on ${Words.counted(nodes, "node")}`;
+        const band = low < high ? [`80 % band: ${text(low)} to ${text(high)}`] : [];
+        return [heading, `${text(value)} ${about}`, ...band];
+      };
       return { nodes, value, low, high, lines };
     });
-    return { strategy, style, points: drawn };
+    return { strategy, style, nodes: own, points: drawn };
   }
 
   function measuredOf({ keys, text, about }, data, measured) {
     const known = measured.filter((point) => point[keys.measured] !== null);
     return known.map(({ strategy, nodes, note, [keys.measured]: value }) => {
       const heading = `${strategy} on ${Words.counted(nodes, "node")}, measured`;
-      const lines = [heading, `${text(value)} ${about}`, note].filter((line) => line);
+      const lines = () => [heading, `${text(value)} ${about}`, note].filter((line) => line);
       return { nodes, value, low: value, high: value, lines, style: styleOf(data, strategy) };
     });
   }
 
   function itemOf({ x, y }, { nodes, value, lines }) {
-    return { x: x(nodes) - 3, y: y(value) - 3, width: 6, height: 6, lines: () => lines };
+    return { x: x(nodes) - 3, y: y(value) - 3, width: 6, height: 6, lines };
   }
 
   /** Return the scales of a plot that holds these points, its left and right edge, its ticks. */
@@ -659,9 +692,21 @@ const Pictures = (() => {
     }
   }
 
-  function curveSigns(drawing, curves, measured) {
-    const entries = curves.map(({ strategy, style }) => ({
-      text: strategy, draw: (x, y) => {
+  /** Return what a curve is called: curves that cannot be told apart are named together. */
+  function curveName({ y }, curves, curve) {
+    const isSame = (other) => other.points.every(({ nodes, value }) => {
+      const own = curve.points.find((point) => point.nodes === nodes);
+      return own === undefined || Math.abs(y(own.value) - y(value)) < SAME;
+    });
+    const name = `${curve.strategy}${curve.style.detail}`;
+    const first = curves.find(isSame);
+    return first === curve ? name : `${name} = ${first.strategy}`;
+  }
+
+  function curveSigns(drawing, plot, curves, measured) {
+    const entries = curves.map((curve) => ({
+      text: curveName(plot, curves, curve), draw: (x, y) => {
+        const { style } = curve;
         addPath(drawing, "sign", `M${x} ${y}h${SIGN}`, {
           stroke: style.color, "stroke-width": 1.6, "stroke-dasharray": style.dash,
         });

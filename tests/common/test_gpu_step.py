@@ -146,7 +146,7 @@ def waiting_operation(device, steps, **options):
             with engine.timer.section("data"):
                 images, labels = next(batches)
             numbers = engine.train_step([(images, labels)], global_samples=len(labels), seeds=[1])
-            metrics.add(StepOutcome(engine.step, numbers, len(labels), 0.01, engine.timer.take()))
+            metrics.add(StepOutcome(engine.step, numbers, 0.01, engine.timer.take()))
     except RuntimeError as error:
         return str(error)
     finally:

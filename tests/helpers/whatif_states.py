@@ -178,6 +178,8 @@ def _random_state(page: Page, dice: random.Random) -> State:
         "ranks_per_node": ranks_per_node,
         "bucket_mb": dice.choice([None, None, _spread(dice, 0.05, 100)]),
         "measured": None,
+        "least_efficiency": None,
+        "most_step_ms": None,
     }
 
 

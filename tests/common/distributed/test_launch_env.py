@@ -77,6 +77,7 @@ def test_the_place_of_a_rank(words, environment, expected):
         ("--distributed --world-size 4", torchrun(1, 2), ("4", "WORLD_SIZE=2")),
         ("--distributed --rank 0", {}, ("--distributed", "--rank")),
         (f"--distributed {THREE}", {}, ("--distributed", "--rank")),
+        ("--distributed -N 4 -M 10.0.0.1", {}, ("--distributed", "leave --master-ip out")),
         (f"{URL} --master-ip 10.0.0.2 -R 0 -N 2", {}, ("10.0.0.1", "--master-ip 10.0.0.2")),
         (f"{URL} --master-port 5000 -R 0 -N 2", {}, ("23456", "--master-port 5000")),
         # only some of the three

@@ -159,6 +159,13 @@ def test_each_mistake_has_one_message(tmp_path, capsys):
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert re.search(message, error), error
+    by_rank = f"--plan --ranks 3 --sync ring --output-dir {tmp_path}/ranks".split()
+    assert main(["compare", *by_rank]) == 0
+    [results] = (tmp_path / "ranks").glob("compare-*/results.json")
+    assert json.loads(results.read_text())["settings"]["nodes"] == [3]
+    with untouched(tmp_path):
+        assert main(["compare", *by_rank, "--ranks-per-node", "2"]) == 2
+    capsys.readouterr()
     emulated = f"--plan --nodes 2 --rate 1gbit --output-dir {tmp_path}"
     with untouched(tmp_path):
         assert main(["compare", *emulated.split()]) == 2

@@ -11,6 +11,9 @@ USAGE = (
     "usage: main.py [-h] {}\n               [--lr LR]\nmain.py: error: unrecognized arguments: -x\n"
 )
 ARGV = "import sys\nrank, a.world_size = int(sys.argv[1]), int(sys.argv[2])\na.ip = sys.argv[3]\n"
+OWN_USAGE = "usage: main.py [options]\nmain.py: error: unrecognized arguments: -x\n"
+NAMES = "p.add_argument('-a', '--address')\np.add_argument('-k', '--rank', type=int)\n"
+DECLARED = "p.add_argument('--cpu', action='store_true')\np.add_argument('world_size', type=int)\n"
 READS_RANK = 'rank = int(os.environ["RANK"])\n'
 INIT = "Error initializing torch.distributed using"
 
@@ -80,6 +83,18 @@ COMMANDS = {  # by how the script refuses: the arguments of the next command
     "required": (
         refusal(printed=USAGE.format("--node-rank R --epochs EPOCHS --data-dir DATA_DIR")),
         "python3 main.py --node-rank {rank} --epochs 1 --data-dir data",
+    ),
+    "lower-case": (
+        refusal(printed=USAGE.format("[--debug] --master master-address --size <nodes> -r rank")),
+        "python3 main.py --master {master} --size {nodes} -r {rank}",
+    ),
+    "other-names": (  # the usage shows the first name alone
+        refusal("", "", USAGE.format("-a A -k K"), NAMES),
+        "python3 main.py -a {master} -k {rank}",
+    ),
+    "declared": (
+        refusal("", "", OWN_USAGE, f"{NAMES}{DECLARED}"),
+        "python3 main.py --address {master} --rank {rank} {nodes}",
     ),
     "positional-in-usage": (
         refusal(printed=USAGE.format("[--batch-size BATCH_SIZE] master_ip rank num_nodes")),

@@ -1,5 +1,6 @@
 """What ``lab grade`` takes and writes, with an audit that is replaced by its answers."""
 
+import functools
 import os
 import re
 import tarfile
@@ -15,6 +16,7 @@ from lab.audit.recording import RankRecords
 from lab.audit.records import CollectiveCall, Parameter, Parameters
 from lab.audit.report import AuditContent
 from lab.grade import grade as grading
+from lab.grade import ordinary_user
 from lab.grade.facts import Facts
 from lab.grade.findings import lesson_of
 from lab.grade.part import _used
@@ -75,6 +77,12 @@ ANSWERS = {  # by script: findings, other facts, and the marks for 6 points
         "",
     ),
     "no-runs": ({}, {"runs": []}, ""),
+    # Nothing that a person may see of it gives it points.
+    "lost": (
+        {"sum-not-mean": "certain", "same-samples": "likely"},
+        {"status": 1, "runs": [], "evidence": ["rank 0 has the sum"]},
+        "0",
+    ),
     "doubted": ({"sum-not-mean": "certain"}, {"status": 1, "doubts": ["forged"]}, ""),
     "right": ({}, {}, "6"),
 }
@@ -85,19 +93,34 @@ def tasks():
     return []
 
 
+_as_user = ordinary_user._run
+_once = functools.cache(_as_user)
+
+
+def _as_user_once(*words):
+    """Run a command as the ordinary user; import torch only once for all tests."""
+    run = _once if words[-1] == "import torch" else _as_user
+    return run(*words)
+
+
 @pytest.fixture
 def ran(monkeypatch, tasks):
     """Answer in place of the audit; return the scripts that it got."""
+    monkeypatch.setattr(ordinary_user, "_run", _as_user_once)
     scripts = []
 
     def run(task):
         tasks.append(task)
-        assert task.ranks == ([2] if task.cwd.name == "part3" else [2, 3])
+        ranks = [2] if task.cwd.name == "part3" else [2, 3]
+        assert task.ranks in (ranks, [4])  # 4 only by --map
         text = (task.cwd / "main.py").read_text()
         scripts.append(text)
         findings, other, _ = ANSWERS.get(text, ({}, {}, ""))
         audit = AUDIT | other
-        audit["findings"] = [ENTRY | {"name": one, "sure": sure} for one, sure in findings.items()]
+        evidence = {"evidence": audit.pop("evidence", [])}
+        audit["findings"] = [
+            ENTRY | evidence | {"name": one, "sure": sure} for one, sure in findings.items()
+        ]
         used = ["all_reduce"] if text == "no-ddp" else ["ddp"]
         facts = Facts(
             key=task.key,
@@ -123,10 +146,12 @@ def test_only_certain_faults_cost_points_and_what_nobody_can_tell_is_open(grade,
         row = seen.rows[name]
         assert (row["part2"], row["part3"], bool(row["by hand"])) == (marks, "4", not marks), name
         counted = name not in ("accepted", "hidden", "unclear")
-        assert row["faults"] == "".join(f"part2:{one}" for one in findings if counted)
+        faults = [f"part2:{one}" for one in findings if counted]
+        assert row["faults"] == " ".join(faults)
     assert "never calls DistributedDataParallel" in seen.rows["no-ddp"]["by hand"]
     assert (seen.results["half"]["score"], seen.results["half"]["tests"][0]["score"]) == (7, 3)
     assert "score" not in seen.results["likely"]["tests"][0]
+    assert "rank 0 has the sum" in seen.results["lost"]["tests"][0]["output"]
     for result in seen.results.values():
         assert result.keys() <= set(RESULT.split())
         assert all(test.keys() <= set(TEST.split()) for test in result["tests"])
@@ -135,7 +160,7 @@ def test_only_certain_faults_cost_points_and_what_nobody_can_tell_is_open(grade,
             type(test[one]) is str for test in result["tests"] for one in ("number", "output")
         )
     page = (tmp_path / "out/class.html").read_text()
-    assert re.findall(r"<h3>(\d+ times?): ", page) == ["2 times", "1 time", "1 time"]
+    assert re.findall(r"<h3>(\d+ times?): ", page) == ["3 times", "2 times", "1 time"]
     assert "without a sandbox" in page
 
 
@@ -147,8 +172,10 @@ def test_a_second_call_runs_what_changed_and_keeps_what_a_person_decided(grade, 
     overrides.write_text(f"{overrides.read_text()}bob,part3,1.5,=late\n")
     (tmp_path / "out/submissions/ada/part3.json").write_text("{cut off")
     row = grade({"ada": ada, "bob": bob | {"part2": "new"}}, "--no-sandbox").rows["bob"]
-    # Both of bob's parts, since they share a folder, and what could not be run.
-    assert sorted(ran[5:]) == ["new", "right", "right", "unclear"]
+    # Both of bob's parts, since they share a folder; eva's stay as they are.
+    assert sorted(ran[5:]) == ["new", "right", "right"]
+    grade({}, "--no-sandbox", "--again")
+    assert ran[8:] == ["unclear"]
     assert (row["part3"], row["total"], row["overridden"]) == ("1.5", "7.5", "part3: =late")
     for line, wrong in (
         ("max,part3,1,x", "'max'"),
@@ -157,6 +184,31 @@ def test_a_second_call_runs_what_changed_and_keeps_what_a_person_decided(grade, 
     ):
         overrides.write_text(f"submission,part,marks,reason\n{line}\n")
         assert wrong in grade({}, "--no-sandbox").error
+    overrides.write_text("submission,part,marks,reason\neva,part3,2,mine\n*,*,1,nobody can tell\n")
+    rows = grade({}, "--no-sandbox").rows
+    marks = {name: (row["part2"], row["part3"]) for name, row in rows.items()}
+    assert marks == {"ada": ("3", "4"), "bob": ("6", "4"), "eva": ("1", "2")}
+    assert [name for name, row in rows.items() if row["overridden"]] == ["eva"]
+
+
+TRAINS = "loss.backward()\n"
+
+
+def test_nothing_handed_in_is_zero_only_if_no_file_can_be_the_part(grade, ran, tmp_path):
+    part2 = {"main.py": "right", "student.py": ""}  # in place of the starter code
+    class_of = {
+        "one-part": {"part2": part2},
+        "with-helper": {"part2": part2 | {"other.py": "import helper", "helper.py": TRAINS}},
+        "other-name": {"part2": part2, "last": {"train.py": TRAINS, "student.py": ""}},
+        "beside": {"part2": part2 | {"second.py": TRAINS}},
+        "several": dict.fromkeys(["a/part2", "b/part2"], part2 | {"main.py": TRAINS}),
+    }
+    seen = grade(class_of, "--no-sandbox", rubric=f"missing = 0.25\n{RUBRIC}")
+    marks = {name: row["part3"] for name, row in seen.rows.items()}
+    assert marks == dict.fromkeys(class_of, "") | {"one-part": "1", "with-helper": "1"}
+    assert "Not handed in" in seen.results["one-part"]["tests"][1]["output"]
+    assert seen.rows["other-name"]["so far"] == "6"
+    assert grade({}, "--no-sandbox").rows["one-part"]["part3"] == ""  # the rubric says it
 
 
 def pack(path, *names, link=None):
@@ -232,8 +284,9 @@ def test_a_command_of_the_map_is_run_shown_and_costs_what_the_rubric_says(
 ):
     mapped = tmp_path / "map.csv"
     mapped.write_text(
-        "submission,part,path,command\n"
-        "ada,part3,,torchrun {script} --own\n"
+        "submission,part,path,command,ranks\n"
+        "bob,part3,,,4\n"  # its own row counts, wherever it stands
+        "*,part3,,torchrun {script} --own\n"
         "bob,part2,,FLAG=1 R={rank} python -u {script}\n"
     )
     priced = f"other_command = 0.25\nenvironment.SIZE = 3\n{RUBRIC}"
@@ -241,6 +294,9 @@ def test_a_command_of_the_map_is_run_shown_and_costs_what_the_rubric_says(
     seen = grade({"ada": BOTH, "bob": BOTH}, *flags, rubric=priced)
     words = {Path(task.facts).parts[-2:]: task.words for task in tasks}
     assert words["ada", "part3.json"][1:] == ["main.py", "--own"]
+    assert words["bob", "part3.json"][2:4] == ["--master-ip", "{master}"]
+    ranks = {Path(task.facts).parts[-2:]: task.ranks for task in tasks}
+    assert (ranks["bob", "part3.json"], ranks["ada", "part3.json"]) == ([4], [2])
     in_env, set_for_rank, python, *rest = words["bob", "part2.json"]
     assert (in_env, set_for_rank, rest) == ("env", "R={rank}", ["-u", "main.py"])
     assert Path(python).is_absolute()
@@ -255,11 +311,12 @@ def test_a_command_of_the_map_is_run_shown_and_costs_what_the_rubric_says(
         assert [number for number, text in tests.items() if "the command" in text] == [part]
     assert "the command" in (tmp_path / "out/class.html").read_text()
     for command, wrong in (
+        ("{script} {rank},0", "ranks"),
         ("python main.py", "{script}"),
         ("python {script}", "{rank}"),
         ("env LAB_AUDIT=x python {script} {rank}", "LAB_AUDIT"),
     ):
-        mapped.write_text(f"submission,part,path,command\nada,part2,,{command}\n")
+        mapped.write_text(f"submission,part,path,command,ranks\nada,part2,,{command}\n")
         assert wrong in grade({}, *flags).error
 
 
@@ -401,7 +458,7 @@ def test_a_place_outside_of_the_submission_is_refused_before_anything_runs(
 def test_the_shipped_rubrics_can_be_used(grade, path):
     """Also printed into another folder: a shipped driver is found from there."""
     rubric = re.sub(r"\[mounts\][^[]*", "", path.read_text())
-    assert grade({"ada": {"part2a": "x"}}, "--no-sandbox", rubric=rubric).status == 0
+    assert grade({"ada": {"fits no part": "x"}}, "--no-sandbox", rubric=rubric).status == 0
 
 
 def test_a_rubric_is_printed_by_its_flag_alone(grade):

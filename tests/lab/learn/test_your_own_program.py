@@ -1,4 +1,7 @@
-"""The page from the lessons to one's own program: it runs, and the audit calls it right."""
+"""Programs of a student's own, from the lessons' page and from ``lab learn --starter``.
+
+They run, and the audit calls them right.
+"""
 
 import os
 import re
@@ -9,6 +12,7 @@ import pytest
 
 from lab.audit.findings import run_checks
 from lab.audit.result import verdict
+from lab.cli import main
 from tests.helpers import ROOT
 from tests.helpers.audited import run_script
 from tests.helpers.documentation import Page
@@ -28,7 +32,6 @@ def write_program(folder):
 def test_the_lessons_lead_to_the_page():
     for lesson in ("03_gather_scatter", "05_ring", "06_overlap"):
         assert "your_own_program.md" in (ROOT / f"docs/learn/{lesson}.md").read_text()
-    assert len(PAGE.text.splitlines()) <= 130
 
 
 @pytest.mark.slow
@@ -70,4 +73,58 @@ def test_the_audit_calls_the_program_right(tmp_path):
     ]
     checked = run_checks(recordings)
     assert verdict(recordings, checked.findings, checked.properties).answer == "yes"
+    assert not checked.findings
+
+
+# What a student writes in place of each function's last line.
+WRITTEN = {
+    "write average_by_gather_scatter": """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for parameter in model.parameters():
+        arriving = [torch.empty_like(parameter.grad) for _ in range(size)] if rank == 0 else None
+        dist.gather(parameter.grad, arriving, dst=0)
+        means = [sum(arriving) / size] * size if rank == 0 else None
+        dist.scatter(parameter.grad, means, src=0)""",
+    "write average_by_all_reduce": """
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()""",
+    "write in_ddp": "    return DistributedDataParallel(model)",
+}
+
+
+@pytest.fixture
+def starter(tmp_path, capsys):
+    """Return the folder of a new program, and the audit's words for it."""
+    folder = tmp_path / "my homework"
+    assert main(["learn", "--starter", str(folder)]) == 0
+    return folder, capsys.readouterr().out.partition("lab audit -- ")[2].strip()
+
+
+def test_the_starter_replaces_no_file(starter, capsys):
+    folder, command = starter
+    assert {path.name for path in folder.iterdir()} == {"main.py", "model.py"}
+    (folder / "main.py").write_text("mine")
+    (folder / "model.py").unlink()
+    assert main(["learn", "--starter", str(folder)]) == 2
+    assert "main.py is there already" in capsys.readouterr().err
+    assert [path.read_text() for path in folder.iterdir()] == ["mine"]
+    assert "--sync all_reduce" in command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["gather_scatter", "all_reduce", "ddp"])
+def test_the_audit_calls_the_filled_starter_right(starter, sync):
+    """With the printed command and fewer steps, in the folder with the course's model.py."""
+    folder, command = starter
+    program = (folder / "main.py").read_text()
+    words = command.replace("main.py", "{script}").replace("all_reduce", sync)
+    words = words.replace("--steps 6", "--steps 3")
+    blanks = {name: f'    raise NotImplementedError("{name}")' for name in WRITTEN}
+    for name, text in WRITTEN.items():
+        assert program.count(blanks[name]) == 1
+        program = program.replace(blanks[name], text)
+    recording = run_script(folder, program, command=words, size=3).recording
+    checked = run_checks([recording])
+    assert verdict([recording], checked.findings, checked.properties).answer == "yes"
     assert not checked.findings

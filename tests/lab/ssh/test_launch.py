@@ -227,6 +227,33 @@ def test_several_ranks_on_a_host_have_places_prefixes_and_logs_of_their_own(ssh_
     assert str(logs / "node1-rank3.log") in captured.err
 
 
+def test_a_dry_run_prints_what_a_launch_then_does_and_reaches_no_host(ssh_here, capsys):
+    """Its lines, typed by hand, give what the launch gives: a program's words and variables."""
+    ssh = ssh_here / "bin/ssh"
+    calls = ssh_here / "calls"
+    ssh.write_text(ssh.read_text().replace("\n", f'\nprintf "%s\\n" "$*" >> {calls}\n', 1))
+    program = ssh_here / "my words.py"
+    program.write_text(
+        "import os, sys\nprint('was given', sys.argv[1:], os.environ.get('PYTHONUNBUFFERED'))\n"
+    )
+    flags = ["--hosts", "a,a", "--master-port", "29711", "--master-ip", "10.0.0.9", *THERE]
+    command = ["--", "python", str(program), "{rank} of {nodes}", "{master}:{port}", "$HOME"]
+    assert main(["launch", *flags, "--dry-run", *command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not calls.exists()
+    typed = [line for line in lines if str(program) in line]
+    said = [
+        subprocess.run(line, shell=True, capture_output=True, text=True, timeout=LONG).stdout
+        for line in typed
+    ]
+    assert main(["launch", *flags, "--logs", str(ssh_here / "logs"), *command]) == 0
+    logs = [(ssh_here / f"logs/node{rank}.log").read_text() for rank in range(2)]
+    assert said == logs
+    assert "'1 of 2', '10.0.0.9:29711', '$HOME'] 1" in said[1]
+    reached = [shlex.split(line.partition("over: ")[2]) for line in lines if "over: ssh" in line]
+    assert {" ".join(words[1:]) for words in reached} == set(calls.read_text().splitlines())
+
+
 def test_a_slow_line_is_no_broken_connection(ssh_here, capsys):
     """A file takes several times --silence."""
     throttle = ssh_here / "throttle.py"

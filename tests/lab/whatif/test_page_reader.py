@@ -124,7 +124,7 @@ def test_words_and_the_batch(desk):
     for word in ("rank", "node", "ddp", "gather_scatter", "all_reduce", "Gloo", "NCCL", "bucket"):
         assert word in explained
     assert len(desk.locator("#words li").all()) == 10
-    assert text(desk, "help-batch_size") == "256 samples over 4 nodes, 64 each"
+    assert text(desk, "help-batch_size") == "256 samples, 64 a node"
     assert len(desk.locator("#left-out li").all_text_contents()) >= 5
     assert "`" not in desk.locator("body").inner_text()
 

@@ -1,0 +1,242 @@
+"""One forward pass: what model and criterion make of a batch, in training and in evaluation.
+
+``ForwardPass`` is the one place that knows what a batch may be. Its ``Result`` has the mean loss,
+the count over which it is a mean (samples, or what the criterion counts, e.g. tokens), and the
+outputs. The engine weighs shards and micro-batches by that count.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.distributed.process_group import World
+from common.errors import UserError
+from common.training_engine.batches import (
+    WHAT_A_LOADER_YIELDS,
+    MicroBatch,
+    count_samples,
+    is_pair,
+    targets_of,
+    tensors_in,
+)
+
+Count = int | float | Tensor  # a tensor has shape ()
+ForwardStep = Callable[[Any, Any], tuple]  # (model, batch) -> loss, outputs[, count]
+Criterion = Callable[..., Any] | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one forward pass: the mean loss, shape (), over ``count``, and what it was made of."""
+
+    loss: Tensor
+    count: Count
+    outputs: Any
+    batch: MicroBatch
+
+    @property
+    def targets(self) -> Any:
+        """The targets of the batch, see ``targets_of``."""
+        return targets_of(self.batch)
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of the batch."""
+        return count_samples(self.batch)
+
+    def correct(self) -> Tensor | None:
+        """Return how many predictions are right; None unless there are class logits and labels.
+
+        These are outputs (samples, classes) and one whole number for each sample.
+        """
+        outputs, labels = self.outputs, self.targets
+        if not isinstance(outputs, Tensor) or not isinstance(labels, Tensor):
+            return None
+        if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+            return None
+        if outputs.dim() != 2 or outputs.shape[1] < 2 or len(outputs) != len(labels):
+            return None
+        return (outputs.argmax(dim=1) == labels).sum()
+
+    def sums(self) -> Tensor:
+        """Return the summed loss, its count, right predictions (NaN: unknown) and samples.
+
+        Shape (4,), float64, perhaps still on the GPU.
+        """
+        correct = self.correct()
+        loss = self.loss.detach().double()  # exact for a float32 loss
+        numbers = [loss * self.count, self.count, math.nan, self.samples]
+        if correct is not None:
+            numbers[2] = correct
+        return torch.stack(
+            [torch.as_tensor(n, dtype=torch.float64, device=loss.device) for n in numbers]
+        )
+
+
+class ForwardPass:
+    """Computes loss and outputs of a batch.
+
+    Parameters
+    ----------
+    criterion : criterion(outputs, targets) returns the mean loss over the samples, or
+        ``loss, count``. None: the model returns its loss, as ``outputs.loss`` or
+        ``outputs["loss"]``. torch's CrossEntropyLoss and NLLLoss count what they average over:
+        targets that are not ignored, each with its class's weight.
+    forward_step : forward_step(model, batch) returns ``loss, outputs`` or ``loss, outputs, count``,
+        instead.
+
+    Without ``forward_step``, a batch (inputs, targets) calls ``model(inputs)``; with a dict or a
+    tuple of inputs, ``model(**inputs)`` or ``model(*inputs)``. A dict calls ``model(**batch)``; if
+    there is a criterion, its "labels" are the targets and no argument of the model.
+    """
+
+    def __init__(self, criterion: Criterion, forward_step: ForwardStep | None = None) -> None:
+        reduction = getattr(criterion, "reduction", "mean")
+        if reduction != "mean":
+            raise UserError(
+                f"the criterion has reduction={reduction!r}: use 'mean', since the ranks' losses "
+                "are weighted as means"
+            )
+        self._criterion = criterion
+        self._step = forward_step
+        self._summed: Any = None
+        if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+            self._summed = copy.copy(criterion)
+            self._summed.reduction = "sum"
+
+    def counts(self, batch: MicroBatch) -> bool:
+        """Whether the loss may be a mean over anything but samples; the same on every rank."""
+        if self._step is not None:
+            return True
+        if self._summed is not None:
+            return self._averages_over_classes(targets_of(batch))
+        return type(self._criterion).__module__ != nn.modules.loss.__name__
+
+    def __call__(self, model: Callable[..., Any], batch: MicroBatch) -> Result:
+        """Return the result of one batch; raises UserError if it cannot be one."""
+        try:
+            return self._forward(model, batch)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise UserError(
+                "BatchNorm cannot train on a batch of one sample, mostly the last batch of an "
+                "epoch: give the DataLoader drop_last=True, or a batch_size that leaves more"
+            ) from error
+
+    def _forward(self, model: Callable[..., Any], batch: MicroBatch) -> Result:
+        if self._step is not None:
+            loss, outputs, *counted = self._step(model, batch)
+            return _result(batch, outputs, loss, *counted)
+        if isinstance(batch, Mapping):
+            if self._criterion is None:
+                outputs = model(**batch)
+                return _result(batch, outputs, _own_loss(outputs))
+            arguments = {name: value for name, value in batch.items() if name != "labels"}
+            outputs = model(**arguments)
+        elif is_pair(batch):
+            outputs = _call(model, batch[0])
+        else:
+            kind = type(batch).__name__
+            raise UserError(f"the loader yielded a {kind}: {WHAT_A_LOADER_YIELDS}")
+        return self._judged(batch, outputs)
+
+    def _judged(self, batch: MicroBatch, outputs: Any) -> Result:
+        """Return the result of outputs that the criterion judges."""
+        if not count_samples(batch):  # a loss of 0, so that backward still gives zeros
+            return Result(_zero(outputs), 0, outputs, batch)
+        if self._criterion is None:
+            raise UserError("batches (inputs, targets) need a criterion, or a forward_step")
+        targets = targets_of(batch)
+        if self._summed is not None and self._averages_over_classes(targets):
+            count = self._divisor(targets)
+            # Without any target the mean would be 0 / 0, also for the other ranks.
+            loss = self._summed(outputs, targets) / torch.where(count > 0, count, 1)
+            return Result(loss, count, outputs, batch)
+        judged = self._criterion(outputs, targets)
+        if isinstance(judged, tuple):
+            return _result(batch, outputs, *judged)
+        return _result(batch, outputs, judged)
+
+    def _divisor(self, targets: Tensor) -> Tensor:
+        """Return what torch divides the sum by, shape (); without a wait for the GPU."""
+        kept = targets != self._summed.ignore_index
+        if self._summed.weight is None:
+            return kept.sum()
+        return (self._summed.weight[torch.where(kept, targets, 0)] * kept).sum()
+
+    def _averages_over_classes(self, targets: Any) -> bool:
+        """Whether CrossEntropyLoss or NLLLoss divides by anything but the samples."""
+        if not isinstance(targets, Tensor) or targets.is_floating_point():
+            return False
+        chosen = self._summed.weight is not None or self._summed.ignore_index != -100
+        return chosen or targets.dim() > 1
+
+
+def _result(batch: MicroBatch, outputs: Any, loss: Tensor, count: Count | None = None) -> Result:
+    """Return a result; without a count the loss is a mean over the samples."""
+    return Result(loss, count_samples(batch) if count is None else count, outputs, batch)
+
+
+def _call(model: Callable[..., Any], inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, list | tuple):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _own_loss(outputs: Any) -> Tensor:
+    loss = getattr(outputs, "loss", None)
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    if not isinstance(loss, Tensor):
+        raise UserError(
+            f"without a criterion the model must return its loss, as .loss or ['loss'], and it "
+            f"returned a {type(outputs).__name__} without one: give a criterion, or "
+            "forward_step(model, batch) -> loss, outputs"
+        )
+    return loss
+
+
+def _zero(outputs: Any) -> Tensor:
+    """Return 0 that depends on all outputs."""
+    return torch.stack([tensor.sum() * 0 for tensor in tensors_in(outputs)]).sum()
+
+
+class GlobalCount:
+    """The samples of a step over all ranks, or what the criterion counts.
+
+    ``expected`` weighs the losses before backward. Where it may not be the step's own count, that
+    travels beside the gradients: ``start`` sends this rank's, and ``correction`` is the factor that
+    makes the exchanged gradients those of the mean over the global batch.
+    """
+
+    def __init__(self, world: World, expected: int) -> None:
+        self.expected = max(1, expected)
+        self._world = world
+        self._work: Any = None
+        self._total: Tensor | None = None
+
+    def start(self, count: Count) -> None:
+        """Send this rank's count. Collective; does not wait."""
+        self._total = torch.as_tensor(count, dtype=torch.float64, device=self._world.device).clone()
+        if self._world.size > 1:
+            self._work = dist.all_reduce(self._total, async_op=True)
+
+    def correction(self) -> Tensor | None:
+        """Return the factor, shape (); None: 1. Collective; a GPU's host does not wait."""
+        if self._work is not None:
+            self._work.wait()
+        total = self._total
+        if total is None:
+            return None
+        if not total.is_cuda and float(total) == self.expected:
+            return None
+        return self.expected / total
