@@ -1,7 +1,7 @@
 "use strict";
 
 /**
- * The four pictures of the page, drawn as SVG from plain numbers.
+ * The three pictures of the page, drawn as SVG from plain numbers.
  *
  * A picture is drawn anew at every call, and again when its element gets another width. Colours
  * are attributes with the page's variables --ink, --paper, --muted and --faint, so that a saved
@@ -720,55 +720,6 @@ const Pictures = (() => {
     return [...entries, { text: "measured", draw }];
   }
 
-  // -- bytes ------------------------------------------------------------------------------------
-
-  const BAR = 14; // pixels: height of a bar of bytes
-  const BAR_TEXT = 130; // room for what a bar says at its end
-
-  /**
-   * Draw what rank 0 and each other rank send in a step.
-   *
-   * @param {SVGElement} svg
-   * @param {object} data of the page
-   * @param {{rows: Object[]}} model rows of Engine.row with their strategy
-   */
-  function bytes(svg, data, model) {
-    show(svg, "Bytes sent in a step", (drawing) => paintBytes(drawing, data, model));
-  }
-
-  function paintBytes(drawing, data, { rows }) {
-    const amounts = rows.flatMap((row) => [row.bytes_sent_root, row.bytes_sent_others]);
-    const x = linear(0, Math.max(1, ...amounts), LEFT, drawing.width - BAR_TEXT);
-    const items = [];
-    let y = 0;
-    for (const row of rows) {
-      const { color } = styleOf(data, row.strategy);
-      addText(drawing, row.strategy, LEFT, y + 13);
-      y += LINE;
-      for (const { who, amount, opacity } of senders(row)) {
-        const text = `${who}: ${Words.bytes(amount)}`;
-        const bar = { x: LEFT, y, width: x(amount) - LEFT, height: BAR - 2 };
-        addBoxes(drawing, "bytes", [bar], { fill: color, "fill-opacity": opacity });
-        addText(drawing, text, x(amount) + 6, y + 10);
-        items.push({ ...bar, lines: () => [row.strategy, text] });
-        y += BAR;
-      }
-      y += 6;
-    }
-    addStop(drawing, "bytes sent", items);
-    return y;
-  }
-
-  /** Return who sends how much: each rank, or rank 0 and the others if these differ. */
-  function senders({ bytes_sent_root: root, bytes_sent_others: others }) {
-    if (Words.bytes(root) === Words.bytes(others)) {
-      return [{ who: "each rank", amount: root, opacity: 1 }];
-    }
-    return [
-      { who: "rank 0", amount: root, opacity: 1 }, { who: "others", amount: others, opacity: 0.45 },
-    ];
-  }
-
   // -- a picture as a file ----------------------------------------------------------------------
 
   /** Return a picture above a line of text as an SVG file, with the colours and font it has now. */
@@ -797,5 +748,5 @@ const Pictures = (() => {
     link.click();
   }
 
-  return { timeline, steps, efficiency, bytes, mark, save };
+  return { timeline, steps, efficiency, mark, save };
 })();

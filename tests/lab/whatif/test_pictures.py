@@ -20,10 +20,10 @@ from tests.helpers.browser import (
     text_contrasts,
     unnamed_controls,
 )
-from tests.helpers.picture_samples import cases, scaling, sent, strategies, timeline
+from tests.helpers.picture_samples import cases, scaling, strategies, timeline
 
 FOLDER = Path(lab.whatif.__file__).parent
-PICTURES = ("timeline", "steps", "efficiency", "bytes")
+PICTURES = ("timeline", "steps", "efficiency")
 STYLE = """
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 "DejaVu Sans"; }
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f23; --muted: #57606a; --faint: #ddd; }
@@ -69,7 +69,6 @@ def draw_all(page, case):
     draw(page, "timeline", case["timeline"])
     draw(page, "steps", case["curves"])
     draw(page, "efficiency", case["curves"])
-    draw(page, "bytes", case["bytes"])
 
 
 def outlines(page, selector):
@@ -236,21 +235,6 @@ def test_efficiency(page):
 
 
 @needs_browser
-def test_bytes(page):
-    """Bars are as long as their bytes; equal numbers of rank 0 and the others share a bar."""
-    draw(page, "bytes", sent(["gather_scatter", "ddp", "none"], 4))
-    lengths = [right - left for left, right in boxes(page, ".bytes")]
-    root, others, every, nothing = lengths
-    assert others == pytest.approx(root / 3, abs=0.1)
-    assert every == pytest.approx(root / 2, abs=0.1)
-    assert nothing == 0
-    assert root > 500
-    shown = " ".join(texts(page, "#bytes text"))
-    for number in ("rank 0: 111 MB", "others: 36.9 MB", "each rank: 55.4 MB", "0 B"):
-        assert number in shown
-
-
-@needs_browser
 def test_keys_and_pointer(page):
     """Each number is told to keys, to screen readers and to the pointer, inside the picture."""
     model = timeline(400, wire=1.5)
@@ -320,7 +304,7 @@ def test_narrow(browser, file):
         assert page.locator("#steps [tabindex]").count() == len(strategies()) + 1
         page.set_viewport_size({"width": 1000, "height": 900})
         page.wait_for_function(
-            "document.getElementById('bytes').getAttribute('viewBox').startsWith('0 0 1000 ')"
+            "document.getElementById('steps').getAttribute('viewBox').startsWith('0 0 1000 ')"
         )
 
 
