@@ -37,6 +37,7 @@ _TAG = re.compile(r"^\s*(?:\[[^\]]*\]<std\w+>:|\d+: ?)")  # what mpirun and srun
 _UNIT = re.compile(r" (?=\((?:us|ns|B|GB/s)\))")
 _RANK = re.compile(r"\bRank +(\d+) .*? on +(\S+) +device\b")
 _RATE = re.compile(r"([\d.]+) ([KMGT]?)(bits|Bytes)/sec")
+_COUNTED = {"bits": 1, "Bytes": 8}
 _GBITS = {"": 1e-9, "K": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 
 
@@ -147,27 +148,29 @@ def _gloo_benchmark(name: str, lines: Sequence[str]) -> LinkFile | None:
 
 
 def _iperf3(name: str, lines: Sequence[str]) -> LinkFile | None:
-    gbits = []  # of each interval
-    received = 0.0
     if lines[0].lstrip().startswith("{"):
         content = json.loads("\n".join(lines))
         gbits = [interval["sum"]["bits_per_second"] / 1e9 for interval in content["intervals"]]
         received = content["end"]["sum_received"]["bits_per_second"] / 1e9
-        lines = []
-    sums = [line for line in lines if "[SUM]" in line]
-    for line in sums or lines:
-        rate = _RATE.search(line)
-        if rate is None or "sender" in line or "omitted" in line:
-            continue
-        gbit = float(rate[1]) * _GBITS[rate[2]] * (8 if rate[3] == "Bytes" else 1)
-        if "receiver" in line:
-            received = gbit
-        else:
-            gbits.append(gbit)
+    else:
+        # Of several streams their sum counts.
+        counted = [line for line in lines if "[SUM]" in line] or lines
+        *_, received = _gbits([line for line in counted if "receiver" in line])
+        intervals = [line for line in counted if not re.search("sender|receiver|omitted", line)]
+        gbits = _gbits(intervals)
     low, high = np.quantile(gbits, (0.1, 0.9)).tolist()
     if not 0 < min(low, received) <= max(high, received) < _MOST:
         return None
     return LinkFile(name, "iperf3", "", (min(low, received), received, max(high, received)))
+
+
+def _gbits(lines: Sequence[str]) -> list[float]:
+    """Return the Gbit/s of each line of iperf3 that has a rate."""
+    found = []
+    for rate in filter(None, map(_RATE.search, lines)):
+        number, unit, counted = rate.groups()
+        found.append(float(number) * _GBITS[unit] * _COUNTED[counted])
+    return found
 
 
 def fit_links(found: LinkFile, scenario: Scenario) -> ClusterFit:
@@ -206,20 +209,21 @@ def _beliefs(found: LinkFile, scenario: Scenario) -> Beliefs:
     cluster = scenario.cluster
     assert cluster is not None
     assert scenario.rate_bits is not None
-    beliefs = cluster.beliefs
     kind = (cluster.backend, cluster.transport)
-    known = {prior.short_name: prior for prior in beliefs.priors if prior.holds(*kind)}
-    replaced = known["line_share"]
+    known = {prior.short_name: prior for prior in cluster.beliefs.priors if prior.holds(*kind)}
+    priors = {prior.name: prior for prior in cluster.beliefs.priors}
+    limit = known["line_share"]
     unit = scenario.rate_bits / 1e9
-    software = known.get("most_gbit") if found.seconds else None
-    if software is not None and found.gbit[1] < _MOST_OF_A_LINK * replaced.typical * unit:
-        replaced = software
-        unit = cluster.adapters
-        software = None
+    if found.seconds and "most_gbit" in known:
+        software = known["most_gbit"]
+        if found.gbit[1] > _MOST_OF_A_LINK * limit.typical * unit:
+            del priors[software.name]
+        else:
+            limit = software
+            unit = cluster.adapters
     low, typical, high = (gbit / unit for gbit in found.gbit)
-    measured = replace(replaced, low=low, typical=typical, high=high)
-    priors = [prior for prior in beliefs.priors if prior is not software]
-    return Beliefs.of(tuple(measured if prior is replaced else prior for prior in priors))
+    priors[limit.name] = replace(limit, low=low, typical=typical, high=high)
+    return Beliefs.of(tuple(priors.values()))
 
 
 def _cell(found: LinkFile, nbytes: int, scenario: Scenario) -> MeasuredStep:

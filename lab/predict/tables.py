@@ -156,7 +156,7 @@ def _row(
     ranges = _intervals(gains_drawn | {"step": seconds_drawn, "speedup": speedup_drawn})
     if ranks == 1:
         ranges["step"] = (step.step_seconds, step.step_seconds)
-    if nodes == 1:
+    if nodes == 1 and speedup == 1.0:
         ranges["speedup"] = (1.0, 1.0)
     low, high = ranges["step"]
     notes = [_note(name, nodes, scenario)]
