@@ -107,7 +107,7 @@ def predicted(what_if):
     for given in page.states:
         if given["batch_size"] < 2 or given["focus"] == "none":
             continue
-        [step] = steps_of(given, given["strategies"], page.calibration)
+        [step, *_] = steps_of(given, given["strategies"], page.calibration)
         found.append((given, step, scenario_of(given, page.calibration)))
     return [*found, *map(undecided, found)]
 
