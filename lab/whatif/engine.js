@@ -252,7 +252,7 @@ const Engine = (() => {
     for (const { prior, row, path } of known) {
       values[path[1]] = priorAt(data, prior, normalAt(data, row, draw));
     }
-    return { root_call_us: values.call_us, ...values };
+    return { root_call_us: values.call_us, inside_us: values.message_us, ...values };
   };
 
   const latencySeconds = (data, state, rateBits) => {
@@ -278,7 +278,7 @@ const Engine = (() => {
         copy: 0,
         overlap: values.overlap_cost,
         treeShare: values.tree_share,
-        inside: { rate: rate(inSoftware, 8e-9 / insideGbit), kinds: {} },
+        inside: { rate: rate(1e-6 * values.inside_us, 8e-9 / insideGbit), kinds: {} },
         software: null,
       };
     };
@@ -919,10 +919,16 @@ const Engine = (() => {
     };
   };
 
-  /** Return the strategy to which speed-ups refer: of those drawn, the fastest on one node. */
+  /**
+   * Return the strategy to which a speed-up refers: of those drawn that exchange gradients, the
+   * fastest on one node; of one that exchanges nothing, itself.
+   */
   const baseOf = (setting, state, name) => {
+    const exchanges = (strategy) => scheduleOf(setting, strategy, 1).sends;
+    if (!exchanges(name)) return name;
     const secondsOf = (strategy) => typicalSeconds(setting, strategy, 1);
-    return state.strategies.reduce((a, b) => (secondsOf(b) < secondsOf(a) ? b : a), name);
+    const others = state.strategies.filter(exchanges);
+    return others.reduce((a, b) => (secondsOf(b) < secondsOf(a) ? b : a), name);
   };
 
   /** Return a strategy's typical step on a number of nodes, and what it gains over the base. */

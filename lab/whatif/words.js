@@ -383,8 +383,9 @@ const Words = (() => {
     const found = points.findLast((point) => 100 * point.efficiency >= least);
     const target = `an efficiency of ${three(least)} %`;
     if (found === undefined) return `No number of nodes reaches ${target}.`;
-    const all = found === points.at(-1) ? `, the most tried,` : "";
-    return `${counted(found.nodes, "node")}${all} ${found.nodes === 1 ? "is" : "are"} the most with ${target}.`;
+    const nodes = counted(found.nodes, "node");
+    if (found === points.at(-1)) return `${nodes}, the most that are tried, still have ${target}.`;
+    return `No more than ${nodes} can have ${target}.`;
   }
 
   function stepTarget(points, seconds) {
