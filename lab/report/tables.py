@@ -60,7 +60,7 @@ COLUMNS = {
     "claim": Column("claims exact"),
     "step_or_status": Column("step, s [95 %]"),
     "exposed_share": Column("exposed comm., s"),
-    "step_seconds": Column("step, s [95 %]", "s", min),
+    "step_seconds": Column("median step, s [95 %]", "s", min),
     "data_seconds": Column("data, s", "s"),
     "forward_seconds": Column("forward, s", "s"),
     "backward_seconds": Column("backward, s", "s"),

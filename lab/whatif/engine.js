@@ -113,18 +113,12 @@ const Engine = (() => {
     }));
     const ringAdds = SUMMING.includes(kind) ? ((ranks - 1) / ranks) * nbytes : 0;
     return {
-      operation,
-      kind,
-      count,
-      stages,
+      operation, kind, count, stages, copied, ranks, perNode,
       starts: 1,
-      copied,
       added: ringAdds + operation.summed,
       sharesLink: perNode > 1,
       leavesNode: ranks > perNode,
       byRoot: ROOTED.includes(kind),
-      ranks,
-      perNode,
     };
   };
 
@@ -258,7 +252,7 @@ const Engine = (() => {
     for (const { prior, row, path } of known) {
       values[path[1]] = priorAt(data, prior, normalAt(data, row, draw));
     }
-    return { root_call_us: values.call_us, ...values };
+    return { root_call_us: values.call_us, inside_us: values.message_us, ...values };
   };
 
   const latencySeconds = (data, state, rateBits) => {
@@ -284,7 +278,7 @@ const Engine = (() => {
         copy: 0,
         overlap: values.overlap_cost,
         treeShare: values.tree_share,
-        inside: { rate: rate(inSoftware, 8e-9 / insideGbit), kinds: {} },
+        inside: { rate: rate(1e-6 * values.inside_us, 8e-9 / insideGbit), kinds: {} },
         software: null,
       };
     };
@@ -625,9 +619,7 @@ const Engine = (() => {
     const line = {
       ...lineOf(setting.data, operation, ranks, setting.state.ranks_per_node),
       inSoftware: lineOf(setting.data, operation, ranks, 1),
-      seconds: 0, // on the network at hand, as are the delay share and the speed beside it
-      delay: 0,
-      speed: 1,
+      seconds: 0, delay: 0, speed: 1, // on the network at hand
     };
     ofThatSize.push(line);
     return line;
@@ -676,12 +668,8 @@ const Engine = (() => {
   };
 
   const noLoad = (line) => ({
-    ...line,
-    count: 1,
+    ...line, count: 1, starts: 0, added: 0, copied: 0,
     stages: [{ between: 0, linkBytes: 0, onRank: 0 }],
-    starts: 0,
-    added: 0,
-    copied: 0,
   });
 
   /**
@@ -886,24 +874,18 @@ const Engine = (() => {
     const { nodes } = state;
     const schedule = scheduleOf(setting, name, nodes);
     price(data, schedule, setting.costs.network);
-    const compute = computeOf(setting, schedule, setting.costs, schedule.sends);
-    const parts = stepParts(schedule, compute);
-    const seconds = parts.computed + parts.slowed + parts.exposed;
-    const speedup = speedupOver(setting, baseOf(setting, state, name), nodes, seconds);
+    const parts = stepParts(schedule, computeOf(setting, schedule, setting.costs, schedule.sends));
     const bytes = bytesSent(setting, schedule);
     const [low, high] = stepRange(setting, name, nodes);
     return {
       sync: name,
-      nodes,
       ranks_per_node: state.ranks_per_node,
-      step_seconds: seconds,
+      ...pointOf(setting, baseOf(setting, state, name), name, nodes),
       compute_seconds: parts.computed + parts.slowed,
       slowed_seconds: parts.slowed,
       sync_seconds: parts.exposed,
       bytes_sent_root: bytes.root,
       bytes_sent_others: bytes.others,
-      speedup,
-      efficiency: speedup / nodes,
       low_seconds: low,
       high_seconds: high,
       note: noteOf(setting, name, schedule.ranks),
@@ -937,15 +919,24 @@ const Engine = (() => {
     };
   };
 
-  /** Return the strategy to which speed-ups refer: of those drawn, the fastest on one node. */
+  /**
+   * Return the strategy to which a speed-up refers: of those drawn that exchange gradients, the
+   * fastest on one node; of one that exchanges nothing, itself.
+   */
   const baseOf = (setting, state, name) => {
+    const exchanges = (strategy) => scheduleOf(setting, strategy, 1).sends;
+    if (!exchanges(name)) return name;
     const secondsOf = (strategy) => typicalSeconds(setting, strategy, 1);
-    return state.strategies.reduce((a, b) => (secondsOf(b) < secondsOf(a) ? b : a), name);
+    const others = state.strategies.filter(exchanges);
+    return others.reduce((a, b) => (secondsOf(b) < secondsOf(a) ? b : a), name);
   };
 
-  const speedupOver = (setting, base, nodes, seconds) => {
+  /** Return a strategy's typical step on a number of nodes, and what it gains over the base. */
+  const pointOf = (setting, base, name, nodes) => {
+    const seconds = typicalSeconds(setting, name, nodes);
     const more = setting.state.scaling === "weak" ? nodes : 1;
-    return (more * typicalSeconds(setting, base, 1)) / seconds;
+    const speedup = (more * typicalSeconds(setting, base, 1)) / seconds;
+    return { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
   };
 
   const isOneRank = ({ state }, nodes) => nodes * state.ranks_per_node === 1; // the reader's own step
@@ -1012,9 +1003,7 @@ const Engine = (() => {
     const setting = settingOf(data, state);
     const base = baseOf(setting, state, name);
     return nodesList.map((nodes) => {
-      const seconds = typicalSeconds(setting, name, nodes);
-      const speedup = speedupOver(setting, base, nodes, seconds);
-      const point = { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
+      const point = pointOf(setting, base, name, nodes);
       if (!band) return point;
       const [lowSeconds, highSeconds] = stepRange(setting, name, nodes);
       const [slowest, fastest] = speedupRange(setting, base, name, nodes);
