@@ -511,7 +511,6 @@ const Engine = (() => {
     const ownNodes = state.step_ms !== null;
     return {
       ...kept(messages, data, state, OF_MESSAGES, () => newMessages(data, state)),
-      data,
       state: { ...state },
       ownNodes,
       profiles: ownNodes ? ownProfiles(data, state) : data.calibration.profiles,
@@ -527,7 +526,7 @@ const Engine = (() => {
   const newMessages = (data, state) => {
     const model = modelOf(data, state);
     const gradients = gradientsOf(model, data.constants.gradient_bytes[state.gradient_type]);
-    return { gradients, readiness: readinessOf(model, gradients), schedules: new Map() };
+    return { data, gradients, readiness: readinessOf(model, gradients), schedules: new Map() };
   };
 
   /** Return what a rank computes in a step, by the profiles alone, and its samples. */

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
 from lab.predict.tables import message_plans, scaling_limits_of
 from lab.whatif.data import page_data
-from tests.helpers.node import needs_node
+from tests.helpers.node import needs_node, run_scripts
 from tests.helpers.whatif_states import (
     Page,
     add_rows,
@@ -212,14 +213,42 @@ def test_a_slower_strategy_never_draws_the_higher_efficiency(quick_pages):
     assert min(alone) < 0.99
 
 
-def test_another_backend_sends_other_messages(quick_pages):
-    """NCCL fetches weights ahead; what Gloo sent a moment before does not stay."""
+# Changes of the first preset, one after the other, and whether messages stay as they were.
+CHANGES: list[tuple[dict[str, Any], bool]] = [
+    ({"rate_gbit": 2.0}, True),
+    ({"step_ms": 100.0, "batch": 16, "batch_size": 300}, True),
+    ({"scaling": "weak"}, True),
+    ({"bucket_mb": 4.0}, True),
+    ({"ranks_per_node": 2}, False),
+    ({"gradient_type": "fp16"}, False),
+    ({"backend": "nccl"}, False),
+    ({"transport": "rdma-host"}, False),
+    ({"model": "resnet18"}, False),
+]
+AFTER_EACH_OTHER = """given.states.map((state, at) => {
+  const { settingOf, scheduleOf } = Engine.parts;
+  const rowOf = (data) => state.strategies.map((name) => Engine.row(data, state, name));
+  const rows = rowOf(given.data);
+  const before = given.states[Math.max(0, at - 1)];
+  const schedules = [before, state].map((one) => scheduleOf(settingOf(given.data, one), "ring", 4));
+  const isKept = schedules[0] === schedules[1];
+  return { rows, isKept, alone: rowOf(structuredClone(given.data)) };
+})"""
+
+
+def test_what_one_state_leaves_behind_is_right_for_the_next(quick_pages):
+    """Links, times and batches change no message; NCCL fetches weights ahead, Gloo does not."""
     page = quick_pages[0]
-    gloo = preset_state(page, "cloudlab", strategies=["fsdp"], focus="fsdp")
-    nccl = gloo | {"backend": "nccl"}
-    [_, after] = in_node(page.data, [["row", gloo, "fsdp"], ["row", nccl, "fsdp"]])
-    [alone] = in_node(page.data, [["row", nccl, "fsdp"]])
-    assert after == alone
+    state = preset_state(page, "cloudlab", strategies=["ring", "ddp", "fsdp"])
+    states = [state]
+    for changes, _ in CHANGES:
+        states.append(states[-1] | changes)
+    found = run_scripts(AFTER_EACH_OTHER, {"data": page.data, "states": states})
+    for after, (changes, are_kept) in zip(found[1:], CHANGES, strict=True):
+        assert after["rows"] == after["alone"], changes
+        assert after["isKept"] == are_kept, changes
+    steps = [[row["step_seconds"] for row in after["rows"]] for after in found]
+    assert len({tuple(row) for row in steps}) >= 8
 
 
 def test_a_timeline_adds_up_to_its_row(quick_pages):
