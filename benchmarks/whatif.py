@@ -7,7 +7,8 @@ move's time goes from the control's event until all pictures and tables are draw
 page's handler, what it leaves to the next frame, and a forced layout. Waiting for the screen's next
 frame and painting are not in it. The last line has the processor time of the same moves, with the
 browser's own work for them, which a busy machine does not change much. Also printed: the file's
-size.
+size, and the same of as many moves where all strategies of bert_base are drawn, which has most to
+compute.
 """
 
 import random
@@ -51,6 +52,13 @@ MOVE = """async ({ id, value }) => {
 }"""
 
 
+HEAVY = """() => {
+  const names = Page.data().strategies.map((strategy) => strategy.name);
+  const bert = { model: "bert_base", step_ms: 128, batch: 16, batch_size: 256 };
+  Page.show({ ...Page.data().presets[0].state, ...bert, strategies: names });
+}"""
+
+
 def random_move(control: dict[str, Any], numbers: random.Random) -> dict[str, Any]:
     """Return a control's id and a new value; None turns a box on or off."""
     value: Any = None
@@ -63,8 +71,11 @@ def random_move(control: dict[str, Any], numbers: random.Random) -> dict[str, An
     return {"id": control["id"], "value": value}
 
 
-def measure(path: Path, moves: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each move by the kind of its control, and of the processor."""
+def measure(path: Path, moves: int, *, heavy: bool) -> dict[str, list[float]]:
+    """Return the milliseconds of each move by the kind of its control, and of the processor.
+
+    heavy : draw all strategies of bert_base instead of the presets.
+    """
     numbers = random.Random(SEED)
     found = defaultdict(list)
     with chromium() as browser, browser.page(path) as page:
@@ -72,7 +83,9 @@ def measure(path: Path, moves: int) -> dict[str, list[float]]:
         session.send("Performance.enable", {"timeDomain": "threadTicks"})
         presets = page.locator("button[data-preset]")
         for move in range(moves):
-            if move % 10 == 0:
+            if move % 10 == 0 and heavy:
+                page.evaluate(HEAVY)
+            elif move % 10 == 0:
                 presets.nth(move // 10 % presets.count()).click()
             control = numbers.choice(page.evaluate(CONTROLS))
             before = processor_milliseconds(session)
@@ -108,8 +121,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "whatif.html"
         size = write_page(path, calibration_file=None, own=OwnSteps())
-        found = measure(path, arguments.moves)
+        found = measure(path, arguments.moves, heavy=False)
+        heavy = measure(path, arguments.moves, heavy=True)
     print(f"\nfile: {size / 1e3:.0f} kB")
+    print_table("presets", found)
+    print_table("all strategies of bert_base", heavy)
+
+
+def print_table(heading: str, found: dict[str, list[float]]) -> None:
+    """Print what ``measure`` returned."""
+    print(f"\n{heading}")
     print(f"{'ms a move':<12}{'moves':>6}{'median':>9}{'95 %':>9}{'most':>9}")
     used = found.pop(PROCESSOR)
     for kind, values in sorted(found.items()):

@@ -167,7 +167,7 @@ def test_mixed_precision_stays_near(scripts, checkpoints):
 
 def test_the_page_and_its_differences_are_short_and_shown():
     assert len(SCRIPT.read_text().splitlines()) <= MOST_LINES
-    shown = Page(ROOT / "docs/engine.md").text
+    shown = Page(ROOT / "docs/four_ways.md").text
     for name in DIFFS:
         change = SCRIPT.with_name(f"{name}.diff").read_text()
         changed = [

@@ -13,6 +13,7 @@ import runpy
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,9 @@ def reset_forked_state(environment: Mapping[str, str], target: Path) -> None:
     import numpy as np
     import torch
 
+    # At its end torch would clear what the supervisor has imported, for a tenth of a second.
+    for inherited in weakref.finalize._registry:  # type: ignore[attr-defined]  # private
+        inherited.atexit = False
     np.random.seed(None)  # all forks of one process would draw the same numbers
     torch.seed()
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))

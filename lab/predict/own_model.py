@@ -57,11 +57,12 @@ def with_own_model(
     if parameters:
         return evenly(parameters, TENSORS).of(calibration)
     parts = parts_of(name)
+    curve = common_models().get(name + _AS_IN_MODELS) or evenly(1, 1)
     return replace(
         calibration,
         model=name,
         gradients=parts.gradients,
-        compute=spread(calibration.compute, parts.gradients),
+        compute=spread(calibration.compute, parts.gradients, curve.ready),
         batchnorm=parts.batchnorm,
     )
 

@@ -123,7 +123,7 @@ def _network_text(scenario: Scenario, *, typical: bool) -> str:
 
 def _cluster_text(cluster: TypicalCluster) -> str:
     """Return what was assumed of nodes that nobody calibrated, and what measures it."""
-    origin = "as your own steps say" if cluster.beliefs.mean.any() else "typical of such clusters"
+    origin = "as you measured" if cluster.beliefs.mean.any() else "typical of such clusters"
     most = "its software passes what the links pass"
     if not cluster.passes_all:
         most = f"at most {rate_text(cluster.most_bits)} of payload a node"
@@ -314,7 +314,7 @@ def _decided_by(scenario: Scenario) -> str:
         return "A run on your nodes would decide it: `lab compare` measures both."
     sources = ["`lab calibrate` on your nodes", "a step measured there (--fit)"]
     if scenario.cluster.software_bits is None:
-        sources.append("`iperf3` between two of them (--software-gbit)")
+        sources.append("nccl-tests or `iperf3` between two of them (--links)")
     return f"What would decide it: {', or '.join(sources)}."
 
 

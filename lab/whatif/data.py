@@ -32,6 +32,7 @@ from lab.predict import (
     own_model,
     printing,
     priors,
+    scaling,
     scenario,
     tables,
 )
@@ -40,10 +41,10 @@ from lab.predict.sentences import templates
 from lab.strategy_style import color, marker_outline
 
 FORMAT = 1
+MOST_NODES = 4096  # that a reader can give
 _LARGEST = sys.float_info.max  # JSON has no infinity
 # How far predictions of published steps were off; benchmarks/predictions.py --write makes it.
 FAMILIES = Path(__file__).with_name("families.json")
-_PRESETS = Path(__file__).with_name("presets.toml")
 
 
 class State(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -59,6 +60,7 @@ class State(Struct, forbid_unknown_fields=True, kw_only=True):
     step_ms, batch : a step of ``batch`` samples of one rank; None: the calibration's own step.
     batch_size, scaling : samples of all ranks together ("strong"), or of each rank ("weak").
     strategies : those that are drawn. focus : the one of the timeline and of the sentence.
+    least_efficiency, most_step_ms : the reader's targets, in percent and milliseconds; None: none.
     measured : id of a set of measured points.
     """
 
@@ -82,6 +84,8 @@ class State(Struct, forbid_unknown_fields=True, kw_only=True):
     bucket_mb: float | None = None
     strategies: list[str]
     focus: str = "ddp"
+    least_efficiency: float | None = None
+    most_step_ms: float | None = None
     measured: str | None = None
 
 
@@ -141,6 +145,8 @@ def page_data(
         "draws": _draws(),
         "priors": _priors(),
         "transports": cluster.TRANSPORT_NAMES,
+        "generations": cluster.GENERATIONS,
+        "later_from": {" ".join(key): bits for key, bits in cluster.LATER_FROM_BITS.items()},
         "strategies": strategies,
         "left_out": left_out,
         "models": [_model(calibration, name) for name in names],
@@ -148,6 +154,9 @@ def page_data(
         "presets": _presets(calibration),
         "sentences": templates(),
         "families": json.loads(FAMILIES.read_bytes()),
+        "fields": _rows("fields"),
+        "examples": _rows("examples"),
+        **_rows("limits"),
         "measured": measured,
         "questions": questions,
     }
@@ -167,6 +176,8 @@ def _constants() -> dict[str, Any]:
         "headers": event_model.HEADERS,
         "packet_bytes": event_model.PACKET_BYTES,
         "largest_nodes": event_model.LARGEST_NODES,
+        "nodes_tried": scaling.numbers_of_nodes(MOST_NODES),
+        "few_samples": scaling.FEWEST_SAMPLES_TRIED,
         "near_zero": event_model.NEAR_ZERO,
         "sampled_ranks": event_model.SAMPLED_RANKS,
         "high_z": priors.HIGH_Z,
@@ -183,6 +194,11 @@ def _constants() -> dict[str, Any]:
         "decided": printing.DECIDED,
         "little": printing.LITTLE,
     }
+
+
+def _rows(name: str) -> dict[str, Any]:
+    """Return the tables of a TOML file of this package."""
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _priors() -> list[dict[str, Any]]:
@@ -227,7 +243,7 @@ def _strategies() -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
             "label": strategy.label,
             "color": color(name),
             "marker": marker_outline(name),
-            "part": strategy.part,
+            "per_tensor": name == "all_reduce",  # which the bare name does not say
             "plan": plan,
         }
         found.append(shown)
@@ -287,7 +303,7 @@ def _calibration(calibration: Calibration, *, is_reference: bool) -> dict[str, A
 def _presets(calibration: Calibration) -> list[Preset]:
     """Return the clusters of presets.toml; one without a model has that of the calibration."""
     presets = []
-    for name, entry in tomllib.loads(_PRESETS.read_text(encoding="utf-8")).items():
+    for name, entry in _rows("presets").items():
         entry["state"] = {"model": calibration.model} | entry["state"]
         presets.append(msgspec.convert({"id": name} | entry, Preset))
     return presets

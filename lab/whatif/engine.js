@@ -113,18 +113,12 @@ const Engine = (() => {
     }));
     const ringAdds = SUMMING.includes(kind) ? ((ranks - 1) / ranks) * nbytes : 0;
     return {
-      operation,
-      kind,
-      count,
-      stages,
+      operation, kind, count, stages, copied, ranks, perNode,
       starts: 1,
-      copied,
       added: ringAdds + operation.summed,
       sharesLink: perNode > 1,
       leavesNode: ranks > perNode,
       byRoot: ROOTED.includes(kind),
-      ranks,
-      perNode,
     };
   };
 
@@ -258,7 +252,7 @@ const Engine = (() => {
     for (const { prior, row, path } of known) {
       values[path[1]] = priorAt(data, prior, normalAt(data, row, draw));
     }
-    return { root_call_us: values.call_us, ...values };
+    return { root_call_us: values.call_us, inside_us: values.message_us, ...values };
   };
 
   const latencySeconds = (data, state, rateBits) => {
@@ -284,13 +278,13 @@ const Engine = (() => {
         copy: 0,
         overlap: values.overlap_cost,
         treeShare: values.tree_share,
-        inside: { rate: rate(inSoftware, 8e-9 / insideGbit), kinds: {} },
+        inside: { rate: rate(1e-6 * values.inside_us, 8e-9 / insideGbit), kinds: {} },
         software: null,
       };
     };
-    const { rate_gbit: gbit } = state;
     const remainder = draw === null ? 1 : values.unexplained;
-    return { network: over(gbit), faster: over(2 * gbit), values, remainder };
+    const [network, faster] = [over(state.rate_gbit), over(2 * state.rate_gbit)];
+    return { network, faster, values, remainder };
   };
 
   const changedRates = (network, change) => {
@@ -413,10 +407,16 @@ const Engine = (() => {
     return { bytes: bytes.map((nbytes) => Number((BigInt(nbytes) * after) / before)), shares };
   };
 
-  /** Return the first index whose value is at least `value`. */
+  /** Return the first index whose value is at least `value`; values do not fall. */
   const bisectLeft = (values, value) => {
-    const index = values.findIndex((known) => known >= value);
-    return index < 0 ? values.length : index;
+    let first = 0;
+    let end = values.length;
+    while (first < end) {
+      const middle = (first + end) >> 1;
+      if (values[middle] < value) first = middle + 1;
+      else end = middle;
+    }
+    return first;
   };
 
   const readyShare = (readiness, nbytes) => {
@@ -468,22 +468,23 @@ const Engine = (() => {
     ];
   };
 
-  const times = (compute, factor) => ({
-    before: factor * compute.before,
-    backward: factor * compute.backward,
-    update: factor * compute.update,
-  });
+  const times = ({ before, backward, update }, factor) => (
+    { before: factor * before, backward: factor * backward, update: factor * update });
 
   // A setting: all of a state but the number of nodes and what is drawn -----------------------------
 
-  const SHOWN_ONLY = ["nodes", "strategies", "focus", "measured"];
-  const OF_LINKS = [
-    "backend", "transport", "adapters", "software_gbit", "rate_gbit", "inside_gbit", "latency_us",
+  // The cluster, and what of a state decides what is sent.
+  const OF_MESSAGES = [
+    "model", "parameters", "gradient_type", "costs", "backend", "transport", "ranks_per_node",
   ];
-  const KEPT = 4; // a slider of nodes changes no setting, and one of the rate no training
+  const OF_SETTING = [
+    ...OF_MESSAGES, "adapters", "software_gbit", "rate_gbit", "inside_gbit", "latency_us", "step_ms",
+    "batch", "scaling", "batch_size", "bucket_mb",
+  ];
+  const KEPT = 4; // a slider of nodes changes no setting, and one of the rate no messages
 
   const settings = new Map();
-  const trainings = new Map();
+  const messages = new Map();
 
   /** Return the value of a key, made once. */
   const remembered = (values, key, make) => {
@@ -491,50 +492,49 @@ const Engine = (() => {
     return values.get(key);
   };
 
-  /** Return what was made of a state, without these of its names, while it is among the last. */
-  const kept = (values, data, state, without, make) => {
-    const names = Object.keys(state).filter((name) => !without.includes(name));
-    const key = JSON.stringify(names.sort().map((name) => state[name]));
+  /** Return what was made of these values of a state, while they are among the last. */
+  const kept = (values, data, state, names, make) => {
+    const key = JSON.stringify(names.map((name) => state[name]));
     if (values.has(key) && values.get(key).data !== data) values.delete(key);
     if (!values.has(key) && values.size >= KEPT) values.delete(values.keys().next().value);
     return remembered(values, key, make);
   };
 
   const settingOf = (data, state) =>
-    kept(settings, data, state, SHOWN_ONLY, () => newSetting(data, state));
+    kept(settings, data, state, OF_SETTING, () => newSetting(data, state));
 
   const newSetting = (data, state) => {
     const costsAt = state.costs === "calibrated" ? calibratedCosts : typicalCosts;
     const known = priorsOf(data, state);
     const drawn = () => data.draws.values.map((_, draw) => costsAt(data, state, known, draw));
     const made = new Map();
+    const ownNodes = state.step_ms !== null;
     return {
-      ...kept(trainings, data, state, [...SHOWN_ONLY, ...OF_LINKS], () => training(data, state)),
+      ...kept(messages, data, state, OF_MESSAGES, () => newMessages(data, state)),
+      data,
       state: { ...state },
+      ownNodes,
+      profiles: ownNodes ? ownProfiles(data, state) : data.calibration.profiles,
+      leastSamples: leastSamples(data, state),
       costs: costsAt(data, state, known, null),
       drawn: () => remembered(made, "draws", drawn),
+      profiled: new Map(),
       steps: new Map(),
     };
   };
 
-  /** Return what a setting has that does not depend on its links. */
-  const training = (data, state) => {
+  /** Return the gradients of a state, and room for the schedules of its messages. */
+  const newMessages = (data, state) => {
     const model = modelOf(data, state);
     const gradients = gradientsOf(model, data.constants.gradient_bytes[state.gradient_type]);
-    const ownNodes = state.step_ms !== null;
-    return {
-      data,
-      gradients,
-      readiness: readinessOf(model, gradients),
-      ownNodes,
-      profiles: ownNodes ? ownProfiles(data, state) : data.calibration.profiles,
-      leastSamples: leastSamples(data, state),
-      schedules: new Map(),
-    };
+    return { gradients, readiness: readinessOf(model, gradients), schedules: new Map() };
   };
 
   /** Return what a rank computes in a step, by the profiles alone, and its samples. */
-  const profiledAt = (setting, nodes) => {
+  const profiledAt = (setting, nodes) =>
+    remembered(setting.profiled, nodes, () => newProfiled(setting, nodes));
+
+  const newProfiled = (setting, nodes) => {
     const { state, ownNodes, profiles } = setting;
     const ranks = nodes * state.ranks_per_node;
     const divisor = state.scaling === "strong" ? ranks : 1;
@@ -566,12 +566,15 @@ const Engine = (() => {
    * Return a strategy's messages on a number of nodes: the lines that differ, and in which order
    * they go beside backward, after it, and beside the next forward.
    */
-  const scheduleOf = (setting, name, nodes) =>
-    remembered(setting.schedules, `${name} ${nodes}`, () => newSchedule(setting, name, nodes));
+  const scheduleOf = (setting, name, nodes) => {
+    const { plan } = setting.data.strategies.find((known) => known.name === name);
+    const buckets = "bucket_mb" in plan.options ? setting.state.bucket_mb : "";
+    const make = () => newSchedule(setting, plan, nodes);
+    return remembered(setting.schedules, `${name} ${nodes} ${buckets}`, make);
+  };
 
-  const newSchedule = (setting, name, nodes) => {
-    const { data, state, gradients, readiness } = setting;
-    const { plan } = data.strategies.find((known) => known.name === name);
+  const newSchedule = (setting, plan, nodes) => {
+    const { state, gradients, readiness } = setting;
     const ranks = nodes * state.ranks_per_node;
     let operations = [];
     if (ranks > 1) {
@@ -595,7 +598,6 @@ const Engine = (() => {
       plan,
       nodes,
       ranks,
-      profiled: profiledAt(setting, nodes),
       backward,
       gathers, // in the order of the next forward, which waits for them
       forward: [...gathers].reverse(), // the same in a mirror: from the end of forward
@@ -614,17 +616,26 @@ const Engine = (() => {
 
   /** Return the line of an operation, the same for all equal ones; partners are not compared. */
   const lineFor = (setting, lines, operation, ranks) => {
-    const { kind, nbytes, count, summed, copied, among, partner } = operation;
-    const ahead = partner ? lines.size : "";
-    const key = [kind, nbytes, count, summed, copied, among, ahead].join(" ");
-    return remembered(lines, key, () => ({
+    const ofThatSize = remembered(lines, operation.nbytes, () => []);
+    const known = ofThatSize.find((line) => isAlike(line.operation, operation));
+    if (known) return known;
+    const line = {
       ...lineOf(setting.data, operation, ranks, setting.state.ranks_per_node),
       inSoftware: lineOf(setting.data, operation, ranks, 1),
-      seconds: 0, // on the network at hand, as are the delay share and the speed beside it
-      delay: 0,
-      speed: 1,
-    }));
+      seconds: 0, delay: 0, speed: 1, // on the network at hand
+    };
+    ofThatSize.push(line);
+    return line;
   };
+
+  const isAlike = (first, second) =>
+    first.kind === second.kind &&
+    first.count === second.count &&
+    first.summed === second.summed &&
+    first.copied === second.copied &&
+    first.among === second.among &&
+    !first.partner &&
+    !second.partner;
 
   /** Whether a line's seconds are linear in what it loads: no shared link, no floor and no tree. */
   const isLinear = (network, line) => {
@@ -660,12 +671,8 @@ const Engine = (() => {
   };
 
   const noLoad = (line) => ({
-    ...line,
-    count: 1,
+    ...line, count: 1, starts: 0, added: 0, copied: 0,
     stages: [{ between: 0, linkBytes: 0, onRank: 0 }],
-    starts: 0,
-    added: 0,
-    copied: 0,
   });
 
   /**
@@ -760,7 +767,8 @@ const Engine = (() => {
 
   /** Return what a rank computes in a step: that of the slowest node, if others wait for it. */
   const computeOf = (setting, schedule, costs, othersWait) => {
-    const { nodes, profiled } = schedule;
+    const { nodes } = schedule;
+    const profiled = profiledAt(setting, nodes);
     if (!costs.values) return profiled.compute;
     const own = ownStepFactor(setting, costs.values, profiled);
     const straggling = 1 + costs.values.straggler * Math.sqrt(2 * Math.log(nodes));
@@ -858,72 +866,135 @@ const Engine = (() => {
   };
 
   /**
-   * Return a strategy's step at the state: a row of `lab predict --json`, seconds and bytes.
+   * Return a strategy's step at the state, of a row of `lab predict --json` what takes little time.
    *
    * @param {Object} data of the page
    * @param {Object} state of the page (state.js)
    * @param {string} name of the strategy
    */
-  const row = (data, state, name) => {
+  const step = (data, state, name) => {
     const setting = settingOf(data, state);
     const { nodes } = state;
-    const doubled = doubledNodes(data, nodes);
     const schedule = scheduleOf(setting, name, nodes);
     price(data, schedule, setting.costs.network);
-    const compute = computeOf(setting, schedule, setting.costs, schedule.sends);
-    const parts = stepParts(schedule, compute);
-    const here = parts.computed + parts.slowed + parts.exposed;
-    const more = state.scaling === "weak" ? nodes : 1;
-    const speedup = (more * typicalSeconds(setting, name, 1)) / here;
-    const typical = { here, doubled: typicalSeconds(setting, name, doubled) };
-    const drawnHere = drawnSeconds(setting, name, nodes);
-    const drawnDoubled = drawnSeconds(setting, name, doubled);
-    const gains = setting.drawn().map((costs, draw) =>
-      gainsAt(setting, schedule, costs, { here: drawnHere[draw], doubled: drawnDoubled[draw] }),
-    );
+    const parts = stepParts(schedule, computeOf(setting, schedule, setting.costs, schedule.sends));
     const bytes = bytesSent(setting, schedule);
-    const ranges = rangesOf(setting, name, nodes, here);
-    const gainRanges = {};
-    for (const change of Object.keys(gains[0])) {
-      gainRanges[change] = interval(data, gains.map((gain) => gain[change]));
-    }
+    const [low, high] = stepRange(setting, name, nodes);
     return {
       sync: name,
-      nodes,
       ranks_per_node: state.ranks_per_node,
-      step_seconds: here,
+      ...pointOf(setting, baseOf(setting, state, name), name, nodes),
       compute_seconds: parts.computed + parts.slowed,
       slowed_seconds: parts.slowed,
       sync_seconds: parts.exposed,
       bytes_sent_root: bytes.root,
       bytes_sent_others: bytes.others,
-      speedup,
-      efficiency: speedup / nodes,
-      gains: gainsAt(setting, schedule, setting.costs, typical),
-      low_seconds: ranges.step[0],
-      high_seconds: ranges.step[1],
-      speedup_range: ranges.speedup,
-      gain_ranges: gainRanges,
-      best_shares: bestShares(gains, data.constants.purchases[state.scaling]),
+      low_seconds: low,
+      high_seconds: high,
       note: noteOf(setting, name, schedule.ranks),
       caveat: schedule.ranks > 1 ? schedule.plan.caveat : "",
     };
   };
 
-  /** Return the 80 % intervals of a step of so many seconds, and of its speed-up. */
-  const rangesOf = (setting, name, nodes, seconds) => {
-    const { data, state } = setting;
-    const more = state.scaling === "weak" ? nodes : 1;
-    const alone = drawnSeconds(setting, name, 1);
-    const here = drawnSeconds(setting, name, nodes);
-    const steps = setting.drawn().map((costs, draw) => here[draw] * costs.remainder);
-    const speedups = steps.map((step, draw) => (more * alone[draw]) / step);
-    const isOneRank = nodes * state.ranks_per_node === 1; // the reader's own step
+  /** Return the whole row: the step, what changes would bring, and how certain all that is. */
+  const row = (data, state, name) => {
+    const found = step(data, state, name);
+    const setting = settingOf(data, state);
+    const { nodes } = state;
+    const doubled = doubledNodes(data, nodes);
+    const schedule = scheduleOf(setting, name, nodes);
+    const typical = { here: found.step_seconds, doubled: typicalSeconds(setting, name, doubled) };
+    const drawnHere = drawnSeconds(setting, name, nodes);
+    const drawnDoubled = drawnSeconds(setting, name, doubled);
+    const gains = setting.drawn().map((costs, draw) =>
+      gainsAt(setting, schedule, costs, { here: drawnHere[draw], doubled: drawnDoubled[draw] }),
+    );
+    const gainRanges = {};
+    for (const change of Object.keys(gains[0])) {
+      gainRanges[change] = interval(data, gains.map((gain) => gain[change]));
+    }
     return {
-      step: isOneRank ? [seconds, seconds] : interval(data, steps),
-      speedup: nodes === 1 ? [1, 1] : interval(data, speedups),
+      ...found,
+      gains: gainsAt(setting, schedule, setting.costs, typical),
+      speedup_range: speedupRange(setting, baseOf(setting, state, name), name, nodes),
+      gain_ranges: gainRanges,
+      best_shares: bestShares(gains, data.constants.purchases[state.scaling]),
     };
   };
+
+  /**
+   * Return the strategy to which a speed-up refers: of those drawn that exchange gradients, the
+   * fastest on one node; of one that exchanges nothing, itself.
+   */
+  const baseOf = (setting, state, name) => {
+    const exchanges = (strategy) => scheduleOf(setting, strategy, 1).sends;
+    if (!exchanges(name)) return name;
+    const secondsOf = (strategy) => typicalSeconds(setting, strategy, 1);
+    const others = state.strategies.filter(exchanges);
+    return others.reduce((a, b) => (secondsOf(b) < secondsOf(a) ? b : a), name);
+  };
+
+  /** Return a strategy's typical step on a number of nodes, and what it gains over the base. */
+  const pointOf = (setting, base, name, nodes) => {
+    const seconds = typicalSeconds(setting, name, nodes);
+    const more = setting.state.scaling === "weak" ? nodes : 1;
+    const speedup = (more * typicalSeconds(setting, base, 1)) / seconds;
+    return { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
+  };
+
+  const isOneRank = ({ state }, nodes) => nodes * state.ranks_per_node === 1; // the reader's own step
+
+  /** Return the seconds of a step in each draw, with what no formula explains. */
+  const likelySeconds = (setting, name, nodes) => {
+    const here = drawnSeconds(setting, name, nodes);
+    if (isOneRank(setting, nodes)) return here;
+    return setting.drawn().map((costs, draw) => here[draw] * costs.remainder);
+  };
+
+  const stepRange = (setting, name, nodes) => {
+    const seconds = typicalSeconds(setting, name, nodes);
+    if (isOneRank(setting, nodes)) return [seconds, seconds];
+    return interval(setting.data, likelySeconds(setting, name, nodes));
+  };
+
+  const speedupRange = (setting, base, name, nodes) => {
+    if (nodes === 1 && base === name) return [1, 1];
+    const more = setting.state.scaling === "weak" ? nodes : 1;
+    const alone = drawnSeconds(setting, base, 1);
+    const here = likelySeconds(setting, name, nodes);
+    return interval(setting.data, here.map((seconds, draw) => (more * alone[draw]) / seconds));
+  };
+
+  /**
+   * Return how many times as long the focus' step takes in one state as in another, with the 80 %
+   * interval; null where the costs are of two kinds, which have no draws in common.
+   *
+   * Both steps are of the same draws: what makes both slower leaves their ratio as it is.
+   */
+  const ratio = (data, state, other) => {
+    const [setting, otherSetting] = [settingOf(data, state), settingOf(data, other)];
+    const seconds = typicalSeconds(setting, state.focus, state.nodes);
+    const value = seconds / typicalSeconds(otherSetting, other.focus, other.nodes);
+    if (state.costs !== other.costs) return { value, range: null };
+    const drawn = likelySeconds(setting, state.focus, state.nodes);
+    const others = likelySeconds(otherSetting, other.focus, other.nodes);
+    return { value, range: interval(data, drawn.map((step, draw) => step / others[draw])) };
+  };
+
+  /** Return the numbers of nodes of scaling.py, as far as the batch has samples for their ranks. */
+  const triedNodes = (data, state) => {
+    const { nodes_tried: tried, few_samples: few } = data.constants;
+    if (state.scaling === "weak") return tried;
+    const nodesFor = (samples) => state.batch_size / (samples * state.ranks_per_node);
+    const limit = Math.max(1, Math.floor(nodesFor(leastSamples(data, state))));
+    const jumps = Array.from({ length: few }, (_, index) => Math.ceil(nodesFor(index + 1)));
+    const all = new Set([...tried, limit, ...jumps]);
+    return [...all].filter((nodes) => nodes <= limit).sort((a, b) => a - b);
+  };
+
+  /** Return the points of the focus' curve on the numbers of nodes that `lab predict` tries. */
+  const triedPoints = (data, state) =>
+    curve(data, state, state.focus, triedNodes(data, state), { band: false });
 
   /**
    * Return a strategy's step on each number of nodes; `band`: with the 80 % intervals.
@@ -933,31 +1004,27 @@ const Engine = (() => {
    */
   const curve = (data, state, name, nodesList, { band }) => {
     const setting = settingOf(data, state);
-    const alone = typicalSeconds(setting, name, 1);
+    const base = baseOf(setting, state, name);
     return nodesList.map((nodes) => {
-      const seconds = typicalSeconds(setting, name, nodes);
-      const speedup = ((state.scaling === "weak" ? nodes : 1) * alone) / seconds;
-      const point = { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
+      const point = pointOf(setting, base, name, nodes);
       if (!band) return point;
-      const ranges = rangesOf(setting, name, nodes, seconds);
+      const [lowSeconds, highSeconds] = stepRange(setting, name, nodes);
+      const [slowest, fastest] = speedupRange(setting, base, name, nodes);
       return {
         ...point,
-        low_seconds: ranges.step[0],
-        high_seconds: ranges.step[1],
-        low_efficiency: ranges.speedup[0] / nodes,
-        high_efficiency: ranges.speedup[1] / nodes,
+        low_seconds: lowSeconds,
+        high_seconds: highSeconds,
+        low_efficiency: slowest / nodes,
+        high_efficiency: fastest / nodes,
       };
     });
   };
-
-  /** Return the seconds of a strategy's step in each draw of a cluster, without what no cost says. */
-  const draws = (data, state, name) => drawnSeconds(settingOf(data, state), name, state.nodes);
 
   // What timeline.js takes a step apart with.
   const parts = { settingOf, scheduleOf, price, computeOf, besidePass, stepSeconds };
 
   return {
-    row, curve, draws, interval, said, priorsOf, softwareGbit, leastSamples, lineTerms,
+    row, step, curve, ratio, triedPoints, said, priorsOf, softwareGbit, leastSamples, lineTerms,
     lineSeconds, parts,
   };
 })();

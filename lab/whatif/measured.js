@@ -9,7 +9,7 @@
 const Measured = (() => {
   const MOST_ROWS = 100; // of the table: each takes milliseconds
   const CLOSE = 0.01; // two values of a setting that are the same but for rounding
-  const DRAWN = ["nodes", "strategies", "focus", "measured"]; // what is shown; all else is a setting
+  const DRAWN = ["nodes", "focus"]; // not a setting of a set, whose points differ in them
 
   // -- what a set shows in a state --------------------------------------------------------------
 
@@ -20,18 +20,10 @@ const Measured = (() => {
     return Math.abs(first - second) <= CLOSE * Math.max(first, second);
   }
 
-  /** Return the names of the settings that change a state's predictions. */
-  function settingsOf(state) {
-    const unused = [...DRAWN];
-    if (state.model !== "own") unused.push("parameters");
-    if (state.ranks_per_node === 1) unused.push("inside_gbit");
-    if (state.step_ms === null) unused.push("batch");
-    return Object.keys(State.FIELDS).filter((name) => !unused.includes(name));
-  }
-
   /** Return the settings of a state that are not those of a set, by name. */
-  function differences(set, state) {
-    return settingsOf(state).filter((name) => name in set.state && !isClose(set.state[name], state[name]));
+  function differences(data, set, state) {
+    const settings = State.settingsOf(data, state).filter((name) => !DRAWN.includes(name));
+    return settings.filter((name) => name in set.state && !isClose(set.state[name], state[name]));
   }
 
   /** Return the measured efficiency where the step of one node was measured too, else null. */
@@ -45,7 +37,7 @@ const Measured = (() => {
   /** Return the points of the chosen set for the pictures; none if the state is another one. */
   function points(data, state) {
     const set = setCalled(data, state.measured);
-    if (set === null || differences(set, state).length > 0) return [];
+    if (set === null || differences(data, set, state).length > 0) return [];
     return set.points
       .filter((point) => state.strategies.includes(point.strategy))
       .map((point) => ({ ...point, note: "", efficiency: efficiency(state, point) }));
@@ -132,14 +124,14 @@ const Measured = (() => {
     const state = Page.state();
     const set = setCalled(data, state.measured);
     byId("measured-set").value = set?.id ?? "";
-    const differing = set === null ? [] : differences(set, state);
+    const differing = set === null ? [] : differences(data, set, state);
     const hasTable = set !== null && differing.length === 0;
     byId("measured-about").textContent = set?.about ?? "";
     byId("measured-off").hidden = differing.length === 0;
     for (const id of ["measured-scroll", "measured-sides"]) byId(id).hidden = !hasTable;
-    byId("measured-error").textContent = set === null ? "" : stated(data, set, state);
+    byId("measured-error").hidden = !set?.is_published;
     if (differing.length) {
-      const names = differing.map((name) => State.FIELDS[name].label.toLowerCase()).join(", ");
+      const names = differing.map((name) => data.fields[name].label.toLowerCase()).join(", ");
       byId("measured-off").firstChild.textContent =
         `These steps were measured with other settings (${names}), so they are not drawn.`;
     }
@@ -148,13 +140,6 @@ const Measured = (() => {
     const key = hasTable ? JSON.stringify([set.id, { ...state, nodes: 0, strategies: [], focus: "" }]) : null;
     if (key !== null && key !== shown.key) fillTable(data, set, state);
     shown.key = key;
-  }
-
-  /** Return the stated error of a set's family. */
-  function stated(data, set, state) {
-    const family = Words.error(data, { ...state, costs: "typical", backend: set.family || state.backend });
-    if (!set.is_published) return family;
-    return `${family} That error is of predictions with the step of one node where it was measured.`;
   }
 
   function listen(data) {

@@ -24,10 +24,9 @@ from lab.predict.cluster import generation_of
 from lab.predict.observed import ObservedStep, read_observed
 from lab.predict.own_model import model_names
 from lab.units import parse_rate
-from lab.whatif.data import MeasuredPoint, MeasuredSet, drawn_names
+from lab.whatif.data import MOST_NODES, MeasuredPoint, MeasuredSet, drawn_names
 
 _SHIPPED = REPOSITORY / "reports/samples/compare-digits-1gbit"
-_MOST_NODES = 4096  # as in the page's field
 _MOST_STEPS = 2000  # of a file: more make no picture
 
 
@@ -202,9 +201,9 @@ def _observed(path: Path) -> list[ObservedStep]:
     """Return the steps of a table or of folders of runs."""
     steps = read_observed([path], flag="--runs")
     for step in steps:
-        if step.nodes > _MOST_NODES:
+        if step.nodes > MOST_NODES:
             raise UserError(
-                f"--runs: {step.where}: nodes: got {step.nodes:,}, give at most {_MOST_NODES:,}"
+                f"--runs: {step.where}: nodes: got {step.nodes:,}, give at most {MOST_NODES:,}"
             )
     return steps
 

@@ -9,22 +9,12 @@
 const Page = (() => {
   const byId = (id) => document.getElementById(id);
   const byValue = (first, second) => first - second;
-  const octaves = (first, count) => Array.from({ length: count }, (_, index) => first * 2 ** index);
 
-  const CURVE_NODES = octaves(1, 13); // 1, 2, 4, … 4,096
-  const MOST_BANDS = 4; // curves with a band: each takes milliseconds
+  const CURVE_NODES = Array.from({ length: 13 }, (_, index) => 2 ** index); // 1, 2, 4, … 4,096
+  const MOST_BANDS = 4; // curves with a band each; of more, only that of the focus has one
   const LINK_PAUSE = 300; // ms without a change until the link is written: browsers limit that
   const SPEECH_PAUSE = 700; // ms without a change until a screen reader hears the answer
-  const EXAMPLE_STEP_MS = 100;
   const WIDE = "(min-width: 900px)";
-  const RATES = [1, 1.5, 2, 2.5, 4, 5, 8];
-  const QUARTERS = [8, 10, 12, 14].flatMap((first) => octaves(first, 9)); // 8, 10, … up to 7,168
-  // The values of each slider, about evenly spaced in their logarithm.
-  const SLIDERS = {
-    nodes: [1, 2, 3, 4, 5, 6, 7, ...QUARTERS.filter((nodes) => nodes <= 4096)].sort(byValue),
-    rate_gbit: [10, 1, 0.1, 0.01].flatMap((share) => RATES.map((rate) => rate / share)).sort(byValue),
-  };
-
   let data = null;
   let state = null;
   let results = null; // what `compute` returned last
@@ -32,6 +22,7 @@ const Page = (() => {
   let changedControl = null; // the control of the last entry of the history
   let pendingLink = null; // not in the history yet
   let mine = null; // the reader's settings before a measured set or a question replaced them
+  let kept = null; // the state beside the shown one
   const timers = { link: null, speech: null };
 
   function later(name, pause, run) {
@@ -43,29 +34,28 @@ const Page = (() => {
 
   /** Return everything that is shown of the state. */
   function compute() {
-    const others = state.strategies.filter((name) => name !== state.focus);
-    const names = [state.focus, ...others];
-    const rows = names.map((name) => ({ strategy: name, ...Engine.row(data, state, name) }));
-    const nodes = [...new Set([...CURVE_NODES, state.nodes])].sort(byValue);
-    const curves = rows.map((row, index) => ({
-      strategy: row.strategy,
-      points: Engine.curve(data, state, row.strategy, nodes, { band: index < MOST_BANDS }),
-    }));
+    const { strategies, focus } = state;
+    const isFew = strategies.length <= MOST_BANDS;
+    const curves = strategies.map((name) => curveOf(state, name, isFew || name === focus));
     return {
-      focus: rows[0],
-      rows: inOrder(rows),
-      curves: inOrder(curves),
-      nodes,
-      timeline: Timeline.timeline(data, state, state.focus),
-      terms: Timeline.terms(data, state, state.focus),
+      focus: Engine.row(data, state, focus),
+      rows: strategies.map((strategy) => Engine.step(data, state, strategy)),
+      curves,
+      nodes: nodesOf(state),
+      timeline: timelineOf(state),
+      terms: Timeline.terms(data, state, focus),
+      kept: kept && { ...timelineOf(kept), ...curveOf(kept, kept.focus, false) },
     };
   }
 
-  /** Return entries of strategies in the order of the reader's choice. */
-  function inOrder(entries) {
-    const places = new Map(state.strategies.map((name, index) => [name, index]));
-    return entries.sort((a, b) => places.get(a.strategy) - places.get(b.strategy));
-  }
+  const timelineOf = (shown) => ({
+    strategy: shown.focus, nodes: shown.nodes, timeline: Timeline.timeline(data, shown, shown.focus),
+  });
+
+  const curveOf = (shown, strategy, band) => (
+    { strategy, points: Engine.curve(data, shown, strategy, nodesOf(shown), { band }) });
+
+  const nodesOf = (shown) => [...new Set([...CURVE_NODES, shown.nodes])].sort(byValue);
 
   // -- drawing ----------------------------------------------------------------------------------
 
@@ -108,6 +98,9 @@ const Page = (() => {
     byId("limit").textContent = tidy(limit);
     byId("sentence").textContent = tidy(sentence);
     byId("help-twice").hidden = !/network twice as fast/i.test(sentence);
+    byId("comparison").textContent = kept && tidy(Words.comparison(data, kept, state));
+    byId("targets").textContent = tidy(Words.targets(data, state));
+    byId("forget").hidden = kept === null;
     byId("detail").textContent = tidy(detail);
     byId("error").textContent = tidy(Words.error(data, state));
     byId("short").textContent = tidy(`${state.focus}: ${stepText(focus)}`);
@@ -121,13 +114,18 @@ const Page = (() => {
 
   function drawPictures() {
     const measured = Measured.points(data, state);
-    const scaling = { nodes: state.nodes, focus: state.focus, curves: results.curves, measured };
-    Pictures.timeline(byId("timeline"), data, {
-      strategy: state.focus, nodes: state.nodes, timeline: results.timeline,
-    });
+    const targets = {
+      steps: state.most_step_ms && 1e-3 * state.most_step_ms,
+      efficiency: state.least_efficiency && 0.01 * state.least_efficiency,
+    };
+    const scaling = {
+      nodes: state.nodes, focus: state.focus, curves: results.curves, measured, targets,
+      kept: results.kept,
+    };
+    Pictures.timeline(byId("timeline"), data, { ...results.timeline, kept: results.kept });
     Pictures.steps(byId("steps"), data, scaling);
     Pictures.efficiency(byId("efficiency"), data, scaling);
-    Pictures.bytes(byId("bytes"), data, { rows: results.rows });
+    fillTable("strategies");
   }
 
   // -- tables -----------------------------------------------------------------------------------
@@ -167,8 +165,6 @@ const Page = (() => {
     table.replaceChildren(head, body);
   }
 
-  const sent = (row) => [Words.bytes(row.bytes_sent_root), Words.bytes(row.bytes_sent_others)];
-
   /** Return a step of a row or a curve, with its range if it has one: "655 ms (592–832 ms)". */
   function stepText({ step_seconds: seconds, low_seconds: low, high_seconds: high }) {
     const text = Words.duration(seconds);
@@ -178,7 +174,7 @@ const Page = (() => {
   const TABLES = {
     timeline() {
       const ms = Words.duration;
-      const { passes, messages } = results.timeline;
+      const { passes, messages } = results.timeline.timeline;
       const exposed = (message) =>
         message.exposed.reduce((total, [begin, end]) => total + end - begin, 0);
       const rows = [
@@ -196,16 +192,17 @@ const Page = (() => {
     },
     steps: () => overNodes(stepText),
     efficiency: () => overNodes((point) => Words.efficiency(point.efficiency)),
-    bytes() {
+    strategies() {
       const columns = [
-        ["strategy", ""], ["rank 0 sends", "number"], ["each other rank", "number"],
-        ["step (80 %)", "number"], ["speed-up", "number"], ["exposed", "number"],
+        ["strategy", ""], ["step (80 %)", "number"], ["speed-up", "number"],
+        ["rank 0 sends", "number"], ["each other rank", "number"], ["exposed", "number"],
         ["slowed by", "number"], ["note", "text"],
       ];
       const rows = results.rows.map((row) => [
-        row.strategy, ...sent(row), stepText(row),
-        Words.times(row.speedup), Words.duration(row.sync_seconds),
-        Words.duration(row.slowed_seconds), row.note || row.caveat,
+        row.sync, stepText(row), Words.times(row.speedup),
+        Words.bytes(row.bytes_sent_root), Words.bytes(row.bytes_sent_others),
+        Words.duration(row.sync_seconds), Words.duration(row.slowed_seconds),
+        row.note || row.caveat,
       ]);
       return [columns, rows];
     },
@@ -239,16 +236,16 @@ const Page = (() => {
 
   // -- controls ---------------------------------------------------------------------------------
 
-  const currentPreset = () => data.presets.find((preset) => State.same(preset.state, state));
+  const currentPreset = () => data.presets.find((preset) => State.same(data, preset.state, state));
 
   /** Write the state into all controls but the one that the reader is typing into. */
   function writeControls(typedInto = null) {
-    for (const name of Object.keys(State.FIELDS)) {
+    for (const name of Object.keys(data.fields)) {
       const control = byId(`c-${name}`);
       if (control && control !== typedInto) control.value = state[name] ?? "";
       const slider = byId(`slide-${name}`);
       if (!slider) continue;
-      if (slider !== typedInto) slider.value = nearest(SLIDERS[name], state[name]);
+      if (slider !== typedInto) slider.value = nearest(data.fields[name].slider, state[name]);
       slider.setAttribute("aria-valuetext", `${state[name]}${name === "nodes" ? "" : " Gbit/s"}`);
     }
     for (const strategy of data.strategies) {
@@ -260,7 +257,7 @@ const Page = (() => {
     }
     byId("about-preset").textContent = preset?.about ?? "";
     byId("help-batch_size").textContent = Words.batch(data, state);
-    byId("back").hidden = mine === null || State.same(mine, state);
+    byId("back").hidden = mine === null || State.same(data, mine, state);
     byId("own-step").hidden = state.step_ms === null;
     byId("calibrated-step").hidden = state.step_ms !== null;
     const isCalibrated = state.costs === "calibrated";
@@ -272,6 +269,7 @@ const Page = (() => {
     byId("c-inside_gbit").disabled = state.ranks_per_node === 1;
     byId("c-adapters").disabled = !State.usesAdapters(state);
     byId("help-software_gbit").textContent = Words.softwareRange(data, state);
+    byId("help-step_ms").textContent = Words.stepSource(data, state);
     byId("field-parameters").hidden = state.model !== "own";
     clearProblems();
   }
@@ -319,11 +317,11 @@ const Page = (() => {
     if (name === "costs" && wanted.costs === "calibrated") {
       return { ...wanted, model: own, step_ms: null, adapters: null, software_gbit: null };
     }
-    if (name === "model" && wanted.model !== own && wanted.step_ms === null) {
-      return { ...wanted, step_ms: EXAMPLE_STEP_MS };
-    }
-    if (name === "backend" && wanted.backend === "gloo") {
-      return adapted({ ...wanted, transport: "tcp-vm" }, "transport");
+    if (name === "model") return withExample(wanted);
+    if (name === "backend" && wanted.backend === "gloo") wanted = { ...wanted, transport: "tcp-vm" };
+    const isLikelier = state.transport === State.likelierTransport(data, state);
+    if (name === "backend" || (name === "rate_gbit" && isLikelier)) {
+      wanted = { ...wanted, transport: State.likelierTransport(data, wanted) };
     }
     if (!State.usesAdapters(wanted)) wanted = { ...wanted, adapters: null };
     if (name === "focus" && !wanted.strategies.includes(wanted.focus)) {
@@ -339,10 +337,18 @@ const Page = (() => {
     return wanted;
   }
 
+  /** Return the state with the example step of its model; the calibration has the steps of its own. */
+  function withExample(wanted) {
+    if (wanted.model === data.calibration.model) return { ...wanted, step_ms: null };
+    const { step_ms, batch } = Words.exampleOf(data, wanted);
+    const size = wanted.scaling === "weak" ? batch : wanted.batch_size;
+    return { ...wanted, step_ms, batch, batch_size: size };
+  }
+
   /** Return the batch that keeps the samples of a step where scaling changes. */
   function sameBatch(wanted) {
     const ranks = wanted.nodes * wanted.ranks_per_node;
-    const { least, most } = State.FIELDS.batch_size;
+    const { least, most } = data.fields.batch_size;
     const size = wanted.scaling === "strong" ? state.batch_size * ranks : state.batch_size / ranks;
     const fewest = Math.max(least, Engine.leastSamples(data, wanted));
     return Math.min(most, Math.max(fewest, Math.ceil(size)));
@@ -365,9 +371,6 @@ const Page = (() => {
     }
     state = wanted;
     writeControls(control);
-    if (name === "model" && state.step_ms !== null) {
-      say(`Step time: ${state.step_ms} ms is only an example; type that of your own model.`);
-    }
     remember(name);
     drawSoon();
   }
@@ -376,7 +379,7 @@ const Page = (() => {
     const control = event.target;
     const [kind, name] = control.id.split(/-(.*)/);
     if (kind === "c") change(name, valueOf(name, control), control);
-    if (kind === "slide") change(name, SLIDERS[name][control.value], control);
+    if (kind === "slide") change(name, data.fields[name].slider[control.value], control);
     if (kind !== "s") return;
     const checked = [...document.querySelectorAll(".checks input:checked")];
     change("strategies", checked.map((box) => box.value), control);
@@ -386,7 +389,7 @@ const Page = (() => {
   /** Take a comma for a decimal point: browsers drop it, and 1,5 would become 15. */
   function onTyping(event) {
     const { target, data: typed } = event;
-    const field = State.FIELDS[target.id.slice(2)];
+    const field = data.fields[target.id.slice(2)];
     if (target.type !== "number" || field.whole || !typed?.includes(",")) return;
     event.preventDefault();
     document.execCommand("insertText", false, typed.replaceAll(",", "."));
@@ -408,7 +411,7 @@ const Page = (() => {
     if (isNew) writeLink();
     changedControl = name;
     byId("copied").textContent = ""; // of the state before
-    pendingLink = State.encode(data, state);
+    pendingLink = State.encode(data, state, kept);
     if (!isNew) {
       later("link", LINK_PAUSE, writeLink);
     } else if (pendingLink !== location.hash) {
@@ -426,7 +429,7 @@ const Page = (() => {
   /** Show what the link says; return whether it says something that can be. */
   function readLink() {
     if (byId(location.hash.slice(1))) return false;
-    const { state: found, problem } = State.decode(data, location.hash);
+    const { state: found, kept: beside = null, problem } = State.decode(data, location.hash);
     if (problem) {
       say(problem);
       return false;
@@ -435,9 +438,17 @@ const Page = (() => {
     changedControl = null;
     mine = null;
     state = found;
+    kept = beside;
     writeControls();
     draw();
     return true;
+  }
+
+  /** Keep a state beside the shown one, or none. */
+  function keep(wanted) {
+    kept = wanted;
+    remember(null);
+    draw();
   }
 
   function jump(event) {
@@ -447,19 +458,20 @@ const Page = (() => {
     target.focus({ preventScroll: true });
   }
 
-  async function copy(text, what) {
+  /** Copy a text, and say so in an <output>. */
+  async function copy(text, what, output = byId("copied")) {
     try {
       await navigator.clipboard.writeText(text);
-      byId("copied").textContent = `${what} copied.`;
+      output.textContent = `${what} copied.`;
     } catch {
-      byId("copied").textContent = `This browser does not permit it: ${text}`;
+      output.textContent = `This browser does not permit it: ${text}`;
     }
   }
 
   function copyLink() {
     const base = location.href.split("#")[0];
     const isFile = location.protocol === "file:";
-    copy(base + State.encode(data, state), isFile ? "Link for whoever has this file" : "Link");
+    copy(base + State.encode(data, state, kept), isFile ? "Link for whoever has this file" : "Link");
   }
 
   // -- beginning --------------------------------------------------------------------------------
@@ -467,15 +479,15 @@ const Page = (() => {
   /**
    * Show a state; a sentence says why if it cannot be, and the state before stays.
    *
-   * @param {?Object} kept the reader's settings, to which `back` returns; null: the shown state's
+   * @param {?Object} own the reader's settings, to which `back` returns; null: the shown state's
    */
-  function show(wanted, kept = mine ?? state) {
+  function show(wanted, own = mine ?? state) {
     const problem = State.problem(data, wanted);
     if (problem) {
       say(problem.text, problem.field);
       return false;
     }
-    mine = kept;
+    mine = own;
     state = State.copy(wanted);
     writeControls();
     remember(null);
@@ -485,16 +497,6 @@ const Page = (() => {
 
   /** Return to the reader's own settings, with these changes; false if they are shown. */
   const back = (changes = {}) => mine !== null && show({ ...mine, ...changes }, null);
-
-  let opened = []; // for a print
-
-  function showAllTables() {
-    opened = [...document.querySelectorAll("details[data-table]:not([open])")];
-    for (const details of opened) {
-      details.open = true;
-      fillTable(details.dataset.table);
-    }
-  }
 
   function listen() {
     const controls = byId("controls");
@@ -516,13 +518,13 @@ const Page = (() => {
     }
     for (const link of document.querySelectorAll("[data-jump]")) link.addEventListener("click", jump);
     byId("back").addEventListener("click", () => back());
+    byId("keep").addEventListener("click", () => keep(State.copy(state)));
+    byId("forget").addEventListener("click", () => keep(null));
     const inSight = ([answer]) => byId("short").classList.toggle("told", answer.isIntersecting);
     new IntersectionObserver(inSight).observe(byId("answer"));
     byId("copy-link").addEventListener("click", copyLink);
     byId("copy-command").addEventListener("click", () => copy(State.command(data, state), "Command"));
     window.addEventListener("popstate", readLink);
-    window.addEventListener("beforeprint", showAllTables);
-    window.addEventListener("afterprint", () => opened.forEach((table) => { table.open = false; }));
     const openIfWide = ({ matches }) => byId("more").toggleAttribute("open", matches);
     const wide = matchMedia(WIDE);
     wide.addEventListener("change", openIfWide);
@@ -533,9 +535,6 @@ const Page = (() => {
     data = JSON.parse(byId("data").textContent);
     state = State.defaults(data);
     byId("lab").hidden = false;
-    for (const [name, values] of Object.entries(SLIDERS)) {
-      byId(`slide-${name}`).max = values.length - 1;
-    }
     for (const mark of document.querySelectorAll(".mark")) {
       Pictures.mark(mark, data, mark.dataset.strategy);
     }
@@ -550,5 +549,5 @@ const Page = (() => {
 
   document.addEventListener("DOMContentLoaded", start);
 
-  return { show, back, draw, say, fill, cell, state: () => State.copy(state), data: () => data };
+  return { show, back, draw, say, copy, fill, cell, state: () => State.copy(state), data: () => data };
 })();

@@ -1,7 +1,7 @@
 "use strict";
 
 /**
- * The four pictures of the page, drawn as SVG from plain numbers.
+ * The three pictures of the page, drawn as SVG from plain numbers.
  *
  * A picture is drawn anew at every call, and again when its element gets another width. Colours
  * are attributes with the page's variables --ink, --paper, --muted and --faint, so that a saved
@@ -13,7 +13,8 @@
  * @typedef {{strategy: string, nodes: number, seconds: number, efficiency: ?number,
  *     note: string}} Measured
  * @typedef {{nodes: number, focus: string, curves: {strategy: string, points: Point[]}[],
- *     measured: Measured[]}} Scaling
+ *     measured: Measured[], targets: {steps: ?number, efficiency: ?number},
+ *     kept: ?{strategy: string, nodes: number, points: Point[]}}} Scaling
  *     nodes: the reader's, at which each curve has a point; focus: the strategy whose line is thick
  */
 const Pictures = (() => {
@@ -146,7 +147,8 @@ const Pictures = (() => {
   /**
    * Draw a picture now, and again whenever its element's width changes.
    *
-   * paint(drawing) adds parts and stops to {width, parts, stops} and returns the height.
+   * paint(drawing) adds to {width, parts, items} and returns the height. items: what tells a number
+   * to the pointer, {x, y, width, height, lines}; lines() are a heading and what follows.
    */
   function show(svg, title, paint) {
     if (!frames.has(svg)) {
@@ -167,102 +169,43 @@ const Pictures = (() => {
     requestAnimationFrame(() => redraw(svg));
   }
 
-  /** Draw what was shown last. The stop that has the focus keeps it. */
+  /** Draw what was shown last. */
   function redraw(svg) {
     const frame = frames.get(svg);
-    const focused = focusedStop(svg);
     const width = Math.max(LEAST_WIDTH, Math.round(frame.outerWidth));
     const parts = element("g", {
       "aria-hidden": "true", "font-size": TEXT, fill: INK, "stroke-width": 0.8,
     });
-    const drawing = { width, parts, stops: [] };
+    const drawing = { width, parts, items: [] };
     const height = Math.max(LEAST_HEIGHT, Math.ceil(frame.paint(drawing)));
-    Object.assign(frame, { width, height, stops: drawing.stops, item: null });
+    Object.assign(frame, { width, height, items: drawing.items, item: null });
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    const stops = drawing.stops.map((stop) => stopElement(svg, stop));
-    svg.replaceChildren(parts, ...stops, element("g", { class: "tip", "aria-hidden": "true" }));
-    stops[focused]?.focus({ preventScroll: true });
+    svg.replaceChildren(parts, element("g", { class: "tip", "aria-hidden": "true" }));
   }
 
-  // -- focus and pointer ------------------------------------------------------------------------
-
-  /**
-   * Let pointer and keys reach items that tell a number.
-   *
-   * One stop of the Tab key holds several items; arrow keys go from one to the next.
-   * items: {x, y, width, height, lines}; lines() are a heading and what follows. current: the item
-   * that comes first.
-   */
-  function addStop(drawing, label, items, current = 0) {
-    if (items.length) drawing.stops.push({ label, items, current });
-  }
-
-  function stopElement(svg, stop) {
-    // Screen readers pass arrow keys on to a slider, and read its text at each change.
-    const made = element("rect", {
-      class: "stop", tabindex: 0, role: "slider", "aria-label": `${stop.label} (arrow keys)`,
-      "aria-valuemin": 1, "aria-valuemax": stop.items.length, fill: "none",
-    });
-    describeItem(made, stop);
-    made.addEventListener("focus", () => tell(svg, stop.items[stop.current]));
-    made.addEventListener("blur", () => tell(svg, null));
-    made.addEventListener("keydown", (event) => onKey(svg, stop, event));
-    return made;
-  }
-
-  /** Put a stop where its current item is, and write that into what screen readers read. */
-  function describeItem(made, stop) {
-    const item = stop.items[stop.current];
-    setAttributes(made, {
-      ...boxAround(item, 0), "aria-valuenow": stop.current + 1,
-      "aria-valuetext": item.lines().join(", "),
-    });
-  }
+  // -- the pointer: keys and screen readers have the tables ----------------------------------------
 
   const boxAround = ({ x, y, width, height }, margin) => ({
     x: round(x - margin), y: round(y - margin), width: round(width + 2 * margin),
     height: round(height + 2 * margin),
   });
 
-  function onKey(svg, stop, event) {
-    if (event.key === "Escape") tell(svg, null);
-    const last = stop.items.length - 1;
-    const targets = {
-      ArrowRight: stop.current + 1, ArrowUp: stop.current + 1, ArrowLeft: stop.current - 1,
-      ArrowDown: stop.current - 1, PageUp: stop.current + 10, PageDown: stop.current - 10,
-      Home: 0, End: last,
-    };
-    if (!(event.key in targets) || event.ctrlKey || event.altKey || event.metaKey) return;
-    event.preventDefault();
-    stop.current = within(targets[event.key], 0, last);
-    describeItem(event.currentTarget, stop);
-    tell(svg, stop.items[stop.current]);
-  }
-
   function listen(svg) {
     svg.addEventListener("pointermove", (event) => tell(svg, itemAt(svg, event)));
     svg.addEventListener("pointerdown", (event) => tell(svg, itemAt(svg, event)));
-    svg.addEventListener("pointerleave", () => {
-      const stop = frames.get(svg).stops[focusedStop(svg)];
-      tell(svg, stop ? stop.items[stop.current] : null);
-    });
-  }
-
-  /** Return the place of the stop that has the focus, or -1. */
-  function focusedStop(svg) {
-    return [...svg.querySelectorAll(".stop")].indexOf(document.activeElement);
+    svg.addEventListener("pointerleave", () => tell(svg, null));
   }
 
   /** Return the item under the pointer, or the nearest one within reach, or null. */
   function itemAt(svg, event) {
-    const { stops, width } = frames.get(svg);
+    const { items, width } = frames.get(svg);
     const box = svg.getBoundingClientRect();
     const factor = width / box.width;
     const x = (event.clientX - box.left) * factor;
     const y = (event.clientY - box.top) * factor;
     let nearest = null;
     let least = REACH;
-    for (const item of stops.flatMap((stop) => stop.items)) {
+    for (const item of items) {
       const across = Math.max(item.x - x, 0, x - item.x - item.width);
       const down = Math.max(item.y - y, 0, y - item.y - item.height);
       const distance = Math.hypot(across, down);
@@ -338,34 +281,45 @@ const Pictures = (() => {
    *
    * @param {SVGElement} svg
    * @param {object} data of the page; not used
-   * @param {{strategy: string, nodes: number, timeline: Object}} model of Timeline.timeline
+   * @param {{strategy: string, nodes: number, timeline: Object, kept: ?Object}} model of
+   *     Timeline.timeline; kept: another one, drawn above it
    */
   function timeline(svg, data, model) {
     show(svg, `One step of ${model.strategy}`, (drawing) => paintTimeline(drawing, model));
   }
 
-  function paintTimeline(drawing, { strategy, nodes, timeline: step }) {
+  function paintTimeline(drawing, { kept = null, ...shown }) {
     addStripes(drawing, "stripes-wait", SECTIONS.wait);
     addStripes(drawing, "stripes-wire", SECTIONS.wire);
-    addText(drawing, `${strategy} on ${Words.counted(nodes, "node")}`, LEFT, 14, {
+    const right = drawing.width - RIGHT;
+    const longest = Math.max(shown.timeline.total_seconds, kept?.timeline.total_seconds ?? 0);
+    const x = linear(0, longest, LEFT, right);
+    let y = 0;
+    if (kept !== null) y = LINE + addStep(drawing, x, { ...kept, prefix: "kept: " }, y);
+    y = addStep(drawing, x, shown, y);
+    const moments = linearTicks(0, longest, Math.floor((right - LEFT) / 64) + 1);
+    const ticks = moments.map((value) => ({ at: x(value), text: timeTick(value) }));
+    y += addAxis(drawing, LEFT, right, y, ticks);
+    return y + 4 + addLegend(drawing, y + 4, timelineSigns(drawing, shown.timeline));
+  }
+
+  /** Draw a step below its heading; return where it ends. */
+  function addStep(drawing, x, { strategy, nodes, timeline: step, prefix = "" }, above) {
+    addText(drawing, `${prefix}${strategy} on ${Words.counted(nodes, "node")}`, LEFT, above + 14, {
       "font-weight": "bold",
     });
     const total = Words.duration(step.total_seconds);
-    addText(drawing, `${total} ${step.about || "a step"}`, LEFT, 14 + LINE);
+    addText(drawing, `${total} ${step.about || "a step"}`, LEFT, above + 14 + LINE);
     if (step.about) {
-      addText(drawing, `the mean step takes ${Words.duration(step.mean_seconds)}`, LEFT, 14 + 2 * LINE);
+      const mean = `the mean step takes ${Words.duration(step.mean_seconds)}`;
+      addText(drawing, mean, LEFT, above + 14 + 2 * LINE);
     }
-    const right = drawing.width - RIGHT;
-    const x = linear(0, step.total_seconds, LEFT, right);
-    const top = 14 + (step.about ? 2.5 : 1.5) * LINE;
+    const top = above + 14 + (step.about ? 2.5 : 1.5) * LINE;
     let y = addPasses(drawing, x, step, top);
     if (step.messages.length) y = addMessages(drawing, x, step.messages, y);
     const ends = step.passes.map((pass) => `M${round(x(pass.end))} ${top + LINE}V${y}`);
     addPath(drawing, "ends", ends.join(""), { stroke: FAINT });
-    const moments = linearTicks(0, step.total_seconds, Math.floor((right - LEFT) / 64) + 1);
-    const ticks = moments.map((value) => ({ at: x(value), text: timeTick(value) }));
-    y += addAxis(drawing, LEFT, right, y, ticks);
-    return y + 4 + addLegend(drawing, y + 4, timelineSigns(drawing, step));
+    return y;
   }
 
   /** Return the length of intervals together. */
@@ -401,8 +355,7 @@ const Pictures = (() => {
     passes.forEach(({ name }, index) =>
       addBoxes(drawing, `pass ${name}`, [computing[index]], { fill: SECTIONS[name] }));
     addBoxes(drawing, "waits", waits, { fill: WAIT });
-    const items = [...computing, ...waits].sort((item, other) => item.x - other.x);
-    addStop(drawing, `computing, ${Words.counted(items.length, "part")}`, items);
+    drawing.items.push(...computing, ...waits);
     return y + ROW;
   }
 
@@ -427,7 +380,7 @@ const Pictures = (() => {
     addPath(drawing, "lines", lines.join(""), { stroke: PAPER });
     addPath(drawing, "ready", ready.join(""), { stroke: INK });
     addMessageTexts(drawing, items);
-    addStop(drawing, Words.counted(items.length, "message"), items);
+    drawing.items.push(...items);
     return y + ROW + LINE;
   }
 
@@ -477,8 +430,9 @@ const Pictures = (() => {
   /** Return how a strategy is drawn; its dash goes with its place among all of the page's. */
   function styleOf(data, name) {
     const index = data.strategies.findIndex((strategy) => strategy.name === name);
-    const { color, marker } = data.strategies[index];
-    return { index, color, marker, dash: DASHES[index % DASHES.length] };
+    const { color, marker, per_tensor } = data.strategies[index];
+    const detail = per_tensor ? " (per tensor)" : "";
+    return { index, color, marker, detail, dash: DASHES[index % DASHES.length] };
   }
 
   function addMarker(drawing, kind, { marker, color }, x, y, size, attributes = {}) {
@@ -497,6 +451,7 @@ const Pictures = (() => {
   // -- curves against the number of nodes -------------------------------------------------------
 
   const STEPS = {
+    name: "steps",
     title: "Time of a step against nodes",
     axis: "time of a step",
     keys: { value: "step_seconds", low: "low_seconds", high: "high_seconds", measured: "seconds" },
@@ -506,8 +461,9 @@ const Pictures = (() => {
     about: "a step",
   };
   const EFFICIENCY = {
+    name: "efficiency",
     title: "Efficiency against nodes",
-    axis: "samples a second of a node, relative to one node",
+    axis: "samples a second of a node, relative to one alone",
     keys: {
       value: "efficiency", low: "low_efficiency", high: "high_efficiency", measured: "efficiency",
     },
@@ -517,6 +473,9 @@ const Pictures = (() => {
     about: "of one node's speed",
   };
   const HOLLOW = { fill: PAPER, "stroke-width": 2 };
+  const KEPT = { index: 0, color: INK, marker: CIRCLE, dash: "1 2.5", detail: "" };
+  const AIM = { stroke: INK, "stroke-width": 1.5, "stroke-dasharray": "7 4" };
+  const SAME = 1.5; // pixels between two curves that look as one
   const TOP = 38; // pixels: of the plot
   const BOTTOM = 290;
 
@@ -537,55 +496,68 @@ const Pictures = (() => {
   }
 
   function paintCurves(drawing, quantity, data, model) {
-    const curves = model.curves.map((curve) => curveOf(quantity, data, curve));
+    const { kept = null, targets = {} } = model;
+    const curves = model.curves.map((curve) => (
+      curveOf(quantity, styleOf(data, curve.strategy), { ...curve, nodes: model.nodes })));
+    if (kept !== null) curves.push(curveOf(quantity, KEPT, { ...kept, strategy: `kept: ${kept.strategy}` }));
     const measured = measuredOf(quantity, data, model.measured);
-    const everything = [...curves.flatMap((curve) => curve.points), ...measured];
+    const target = targets[quantity.name] ?? null;
+    const aims = target === null ? [] : [{ nodes: 1, value: target, low: target, high: target }];
+    const everything = [...curves.flatMap((curve) => curve.points), ...measured, ...aims];
     const plot = plotOf(drawing, quantity, everything);
     addScales(drawing, quantity, plot);
     addReaderLine(drawing, plot, model.nodes);
+    for (const { value } of aims) {
+      addPath(drawing, "target", `M${round(plot.left)} ${round(plot.y(value))}H${round(plot.right)}`, AIM);
+    }
     for (const curve of curves) addBand(drawing, plot, curve);
     for (const curve of curves) addCurve(drawing, plot, curve, curve.strategy === model.focus);
     for (const { nodes, value, style } of measured) {
       addMarker(drawing, "measured", style, plot.x(nodes), plot.y(value), 4.4, HOLLOW);
     }
-    for (const { strategy, style, points } of curves) {
-      const items = points.map((point) => itemOf(plot, point));
-      const reader = points.findIndex((point) => point.nodes === model.nodes);
-      const { nodes, value } = points[reader];
+    for (const { style, points, nodes: own } of curves) {
+      const { nodes, value } = points.find((point) => point.nodes === own);
       const ring = { marker: CIRCLE, color: style.color };
       const ink = { stroke: INK, "stroke-width": 1.5 };
       addMarker(drawing, "reader", ring, plot.x(nodes), plot.y(value), 4.4, ink);
-      addStop(drawing, `${strategy}, ${Words.counted(items.length, "point")}`, items, reader);
+      drawing.items.push(...points.map((point) => itemOf(plot, point)));
     }
-    addStop(drawing, "measured", measured.map((point) => itemOf(plot, point)));
+    drawing.items.push(...measured.map((point) => itemOf(plot, point)));
     const top = BOTTOM + 42;
-    return top + addLegend(drawing, top, curveSigns(drawing, curves, measured));
+    const signs = curveSigns(drawing, plot, curves, measured);
+    for (const { value } of aims) {
+      const draw = (x, y) => addPath(drawing, "sign", `M${x} ${y}h${SIGN}`, AIM);
+      signs.push({ text: `target: ${quantity.text(value)}`, draw });
+    }
+    return top + addLegend(drawing, top, signs);
   }
 
   /** Return what is drawn of a curve; a point without a band has low and high of its value. */
-  function curveOf({ keys, text, about }, data, { strategy, points }) {
-    const style = styleOf(data, strategy);
+  function curveOf({ keys, text, about }, style, { strategy, nodes: own, points }) {
     const drawn = points.map((point) => {
       const { nodes, [keys.value]: value } = point;
       const { [keys.low]: low = value, [keys.high]: high = value } = point;
-      const lines = [`${strategy} on ${Words.counted(nodes, "node")}`, `${text(value)} ${about}`];
-      if (low < high) lines.push(`80 % band: ${text(low)} to ${text(high)}`);
+      const lines = () => {
+        const heading = `${strategy} on ${Words.counted(nodes, "node")}`;
+        const band = low < high ? [`80 % band: ${text(low)} to ${text(high)}`] : [];
+        return [heading, `${text(value)} ${about}`, ...band];
+      };
       return { nodes, value, low, high, lines };
     });
-    return { strategy, style, points: drawn };
+    return { strategy, style, nodes: own, points: drawn };
   }
 
   function measuredOf({ keys, text, about }, data, measured) {
     const known = measured.filter((point) => point[keys.measured] !== null);
     return known.map(({ strategy, nodes, note, [keys.measured]: value }) => {
       const heading = `${strategy} on ${Words.counted(nodes, "node")}, measured`;
-      const lines = [heading, `${text(value)} ${about}`, note].filter((line) => line);
+      const lines = () => [heading, `${text(value)} ${about}`, note].filter((line) => line);
       return { nodes, value, low: value, high: value, lines, style: styleOf(data, strategy) };
     });
   }
 
   function itemOf({ x, y }, { nodes, value, lines }) {
-    return { x: x(nodes) - 3, y: y(value) - 3, width: 6, height: 6, lines: () => lines };
+    return { x: x(nodes) - 3, y: y(value) - 3, width: 6, height: 6, lines };
   }
 
   /** Return the scales of a plot that holds these points, its left and right edge, its ticks. */
@@ -659,9 +631,21 @@ const Pictures = (() => {
     }
   }
 
-  function curveSigns(drawing, curves, measured) {
-    const entries = curves.map(({ strategy, style }) => ({
-      text: strategy, draw: (x, y) => {
+  /** Return what a curve is called: curves that cannot be told apart are named together. */
+  function curveName({ y }, curves, curve) {
+    const isSame = (other) => other.points.every(({ nodes, value }) => {
+      const own = curve.points.find((point) => point.nodes === nodes);
+      return own === undefined || Math.abs(y(own.value) - y(value)) < SAME;
+    });
+    const name = `${curve.strategy}${curve.style.detail}`;
+    const first = curves.find(isSame);
+    return first === curve ? name : `${name} = ${first.strategy}`;
+  }
+
+  function curveSigns(drawing, plot, curves, measured) {
+    const entries = curves.map((curve) => ({
+      text: curveName(plot, curves, curve), draw: (x, y) => {
+        const { style } = curve;
         addPath(drawing, "sign", `M${x} ${y}h${SIGN}`, {
           stroke: style.color, "stroke-width": 1.6, "stroke-dasharray": style.dash,
         });
@@ -673,55 +657,6 @@ const Pictures = (() => {
     const circle = { marker: CIRCLE, color: INK };
     const draw = (x, y) => addMarker(drawing, "sign", circle, x + SIGN / 2, y, 4.4, HOLLOW);
     return [...entries, { text: "measured", draw }];
-  }
-
-  // -- bytes ------------------------------------------------------------------------------------
-
-  const BAR = 14; // pixels: height of a bar of bytes
-  const BAR_TEXT = 130; // room for what a bar says at its end
-
-  /**
-   * Draw what rank 0 and each other rank send in a step.
-   *
-   * @param {SVGElement} svg
-   * @param {object} data of the page
-   * @param {{rows: Object[]}} model rows of Engine.row with their strategy
-   */
-  function bytes(svg, data, model) {
-    show(svg, "Bytes sent in a step", (drawing) => paintBytes(drawing, data, model));
-  }
-
-  function paintBytes(drawing, data, { rows }) {
-    const amounts = rows.flatMap((row) => [row.bytes_sent_root, row.bytes_sent_others]);
-    const x = linear(0, Math.max(1, ...amounts), LEFT, drawing.width - BAR_TEXT);
-    const items = [];
-    let y = 0;
-    for (const row of rows) {
-      const { color } = styleOf(data, row.strategy);
-      addText(drawing, row.strategy, LEFT, y + 13);
-      y += LINE;
-      for (const { who, amount, opacity } of senders(row)) {
-        const text = `${who}: ${Words.bytes(amount)}`;
-        const bar = { x: LEFT, y, width: x(amount) - LEFT, height: BAR - 2 };
-        addBoxes(drawing, "bytes", [bar], { fill: color, "fill-opacity": opacity });
-        addText(drawing, text, x(amount) + 6, y + 10);
-        items.push({ ...bar, lines: () => [row.strategy, text] });
-        y += BAR;
-      }
-      y += 6;
-    }
-    addStop(drawing, "bytes sent", items);
-    return y;
-  }
-
-  /** Return who sends how much: each rank, or rank 0 and the others if these differ. */
-  function senders({ bytes_sent_root: root, bytes_sent_others: others }) {
-    if (Words.bytes(root) === Words.bytes(others)) {
-      return [{ who: "each rank", amount: root, opacity: 1 }];
-    }
-    return [
-      { who: "rank 0", amount: root, opacity: 1 }, { who: "others", amount: others, opacity: 0.45 },
-    ];
   }
 
   // -- a picture as a file ----------------------------------------------------------------------
@@ -752,5 +687,5 @@ const Pictures = (() => {
     link.click();
   }
 
-  return { timeline, steps, efficiency, bytes, mark, save };
+  return { timeline, steps, efficiency, mark, save };
 })();

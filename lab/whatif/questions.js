@@ -20,8 +20,6 @@ const Questions = (() => {
     `A guess is right inside the model's 80 % band, or if it is off by less than ${NEAR} times; of ` +
     `"times as fast" the gain counts, which is what is above 1. A share may be off by ${NEAR_POINTS} points.`;
   const HALF = 0.5; // the efficiency of the quantity "half"
-  const MOST_NODES = 4096;
-  const CHUNK = 32; // numbers of nodes that are tried at once
 
   // -- quantities -------------------------------------------------------------------------------
 
@@ -40,29 +38,11 @@ const Questions = (() => {
     best: (row, { change }) => ({ value: row.best_shares[change], range: null }),
   };
 
-  const inverse = ({ value, range }) => (
-    { value: 1 / value, range: range && [1 / range[1], 1 / range[0]] });
-
-  /** Return how many times as fast a step is as the one that it is compared with. */
-  function ratio(data, state, { strategy, than }) {
-    const { strategy: other = strategy, ...changes } = than;
-    const otherState = { ...state, ...changes };
-    const own = Engine.row(data, state, strategy).step_seconds;
-    const value = Engine.row(data, otherState, other).step_seconds / own;
-    const ownDraws = Engine.draws(data, state, strategy);
-    const draws = Engine.draws(data, otherState, other).map((seconds, at) => seconds / ownDraws[at]);
-    return { value, range: Engine.interval(data, draws) };
-  }
-
-  /** Return the first number of nodes whose efficiency is below a half; the most if none is. */
-  function half(data, state, strategy) {
-    for (let first = 1; first <= MOST_NODES; first += CHUNK) {
-      const nodes = Array.from({ length: CHUNK }, (_, index) => first + index);
-      const points = Engine.curve(data, state, strategy, nodes, { band: false });
-      const found = points.find((point) => point.efficiency < HALF);
-      if (found) return { value: found.nodes, range: null };
-    }
-    return { value: MOST_NODES, range: null };
+  /** Return the first number of nodes tried whose efficiency is below a half, else the last one. */
+  function half(data, state) {
+    const points = Engine.triedPoints(data, state);
+    const found = points.find((point) => point.efficiency < HALF) ?? points.at(-1);
+    return { value: found.nodes, range: null };
   }
 
   /**
@@ -74,10 +54,12 @@ const Questions = (() => {
    * @returns {Quantity}
    */
   function quantity(data, state, asked) {
-    const changed = { ...state, ...asked.changes };
-    if (asked.quantity === "ratio") return ratio(data, changed, asked);
-    if (asked.quantity === "longer") return inverse(ratio(data, changed, asked));
-    if (asked.quantity === "half") return half(data, changed, asked.strategy);
+    const changed = { ...state, ...asked.changes, focus: asked.strategy };
+    const { strategy = asked.strategy, ...changes } = asked.than;
+    const other = { ...changed, ...changes, focus: strategy };
+    if (asked.quantity === "ratio") return Engine.ratio(data, other, changed);
+    if (asked.quantity === "longer") return Engine.ratio(data, changed, other);
+    if (asked.quantity === "half") return half(data, changed);
     return OF_ROW[asked.quantity](Engine.row(data, changed, asked.strategy), asked);
   }
 
@@ -202,11 +184,10 @@ const Questions = (() => {
     return set === null ? "" : `Measured points: ${set.title}. ${set.about}`;
   }
 
+  const rightOf = (guesses) => guesses.filter((guess) => guess.isRight).length;
+
   /** Return "Right: 2 of 3". */
-  function score(guesses) {
-    const right = guesses.filter((guess) => guess.isRight).length;
-    return `Right: ${right} of ${guesses.length}`;
-  }
+  const score = (guesses) => `Right: ${rightOf(guesses)} of ${guesses.length}`;
 
   /**
    * Return the guesses as one line: the date, the score, then question, guess and answer of each.
@@ -215,9 +196,8 @@ const Questions = (() => {
    * @param {string} date "2026-11-27"
    */
   function line(guesses, date) {
-    const right = guesses.filter((guess) => guess.isRight).length;
     const fields = guesses.flatMap(({ id, guess, value }) => [id, guess, Number(value.toPrecision(4))]);
-    return ["lab whatif", date, `${right}/${guesses.length}`, ...fields].join(",");
+    return ["lab whatif", date, `${rightOf(guesses)}/${guesses.length}`, ...fields].join(",");
   }
 
   // -- the section of the page ------------------------------------------------------------------
@@ -315,15 +295,9 @@ const Questions = (() => {
     byId("questions").scrollIntoView();
   }
 
-  async function copyLine() {
+  function copyLine() {
     const copied = line(play.guesses, new Date().toISOString().slice(0, 10));
-    const output = byId("question-score").querySelector("output");
-    try {
-      await navigator.clipboard.writeText(copied);
-      output.textContent = "Copied.";
-    } catch {
-      output.textContent = copied; // to be copied by hand
-    }
+    Page.copy(copied, "Line", byId("question-score").querySelector("output"));
   }
 
   function start(data) {

@@ -2,40 +2,13 @@
 
 /**
  * What the reader has chosen: a plain object, checked here, written into the page's link and into a
- * `lab predict` command. A link holds what differs from the first preset, and ends in "end", so
- * that a link that was cut is noticed. Touches no DOM.
- * data.py describes a State.
+ * `lab predict` command. A link holds what differs from the first preset, then that of a kept state,
+ * and ends in "end", so that a link that was cut is noticed. Touches no DOM.
+ * data.py describes a State, fields.toml its fields: `data.fields`.
  */
 const State = (() => {
   const END = "end";
-
-  // The generations of nodes by transport, with what links of before they were told apart say.
-  const TRANSPORTS = { "tcp-vm": "tcp", "tcp-server": "", "rdma-host": "rdma", "rdma-gpudirect": "" };
-
-  // key: in the link. label: of the control, for messages. least, most: what the page takes.
-  const FIELDS = {
-    model: { key: "m", label: "Model" },
-    parameters: { key: "p", label: "Parameters", least: 1, most: 1e12, whole: true },
-    gradient_type: { key: "g", label: "Gradient type", choices: ["fp32", "fp16", "bf16"] },
-    costs: { key: "c", label: "Costs", choices: ["typical", "calibrated"] },
-    backend: { key: "b", label: "Backend", choices: ["nccl", "gloo"] },
-    transport: { key: "t", label: "Transport", choices: Object.keys(TRANSPORTS) },
-    adapters: { key: "e", label: "Adapters a node", least: 1, most: 64, whole: true, optional: true },
-    software_gbit: { key: "o", label: "Software passes", least: 0.01, most: 20000, optional: true },
-    rate_gbit: { key: "r", label: "Rate between nodes", least: 0.01, most: 3200 },
-    inside_gbit: { key: "i", label: "Rate inside a node", least: 0.1, most: 20000, optional: true },
-    latency_us: { key: "l", label: "Latency", least: 0.01, most: 1e6, optional: true },
-    step_ms: { key: "s", label: "Step time", least: 0.01, most: 1e6, optional: true },
-    batch: { key: "a", label: "Batch of that step", least: 1, most: 1e6, whole: true },
-    scaling: { key: "w", label: "Scaling", choices: ["weak", "strong"] },
-    batch_size: { key: "z", label: "Batch size", least: 1, most: 1e7, whole: true },
-    nodes: { key: "n", label: "Nodes", least: 1, most: 4096, whole: true },
-    ranks_per_node: { key: "k", label: "Ranks a node", least: 1, most: 64, whole: true },
-    bucket_mb: { key: "u", label: "Bucket size", least: 0.01, most: 10000, optional: true },
-    strategies: { key: "y", label: "Strategies", list: true },
-    focus: { key: "f", label: "Timeline and answer" },
-    measured: { key: "d", label: "Measured points", optional: true },
-  };
+  const KEPT = "kept"; // what follows is of the state beside it
 
   const copy = (state) => ({ ...state, strategies: [...state.strategies] });
 
@@ -53,7 +26,7 @@ const State = (() => {
 
   /** Return what is wrong with one value alone, as a sentence; null if nothing is. */
   function valueProblem(field, value) {
-    if (field.optional && value === null) return null;
+    if (field.empty && value === null) return null;
     if (isNumber(field)) {
       const inRange = typeof value === "number" && value >= field.least && value <= field.most;
       const fits = inRange && (!field.whole || Number.isInteger(value));
@@ -65,16 +38,15 @@ const State = (() => {
     return null;
   }
 
-  function named(name, value, names) {
-    if (names.includes(value)) return null;
-    return { field: name, text: `${FIELDS[name].label}: ${value} is not in this page.` };
-  }
-
   function namesProblem(data, state) {
     const strategies = data.strategies.map((entry) => entry.name);
     if (state.strategies.length === 0) {
       return { field: "strategies", text: "Strategies: choose one or more to draw." };
     }
+    const named = (name, value, names) => {
+      if (names.includes(value)) return null;
+      return { field: name, text: `${data.fields[name].label}: ${value} is not in this page.` };
+    };
     for (const name of state.strategies) {
       const problem = named("strategies", name, strategies);
       if (problem) return problem;
@@ -121,7 +93,7 @@ const State = (() => {
 
   /** Return what is wrong as {field, text}; null if the state can be predicted. */
   function problem(data, state) {
-    for (const [name, field] of Object.entries(FIELDS)) {
+    for (const [name, field] of Object.entries(data.fields)) {
       const text = valueProblem(field, state[name]);
       if (text) return { field: name, text };
     }
@@ -129,42 +101,49 @@ const State = (() => {
   }
 
   /** Return what is wrong as one sentence; null if the state can be predicted. */
-  function check(data, state) {
-    return problem(data, state)?.text ?? null;
-  }
+  const check = (data, state) => problem(data, state)?.text ?? null;
 
   const textOf = (field, value) => (field.list ? value.join(",") : String(value ?? ""));
 
   /** Whether two states are the same. */
-  function same(first, second) {
-    return Object.entries(FIELDS).every(
+  function same(data, first, second) {
+    return Object.entries(data.fields).every(
       ([name, field]) => textOf(field, first[name]) === textOf(field, second[name]),
     );
   }
 
-  /** Return the state as the end of a link: "#n=8&r=25&end". */
-  function encode(data, state) {
+  /** Return the names of the settings that change a state's predictions. */
+  function settingsOf(data, state) {
+    const unused = [];
+    if (state.model !== "own") unused.push("parameters");
+    if (state.ranks_per_node === 1) unused.push("inside_gbit");
+    if (state.step_ms === null) unused.push("batch");
+    const names = Object.keys(data.fields).filter((name) => !unused.includes(name));
+    return names.filter((name) => data.fields[name].unit !== undefined);
+  }
+
+  function partsOf(data, state) {
     const standard = defaults(data);
     const parts = [];
-    for (const [name, field] of Object.entries(FIELDS)) {
+    for (const [name, field] of Object.entries(data.fields)) {
       const text = textOf(field, state[name]);
       if (text === textOf(field, standard[name])) continue;
       parts.push(`${field.key}=${encodeURIComponent(text).replaceAll("%2C", ",")}`);
     }
-    return `#${[...parts, END].join("&")}`;
+    return parts;
+  }
+
+  /** Return the state, and a kept one if there is one, as the end of a link: "#n=8&r=25&end". */
+  function encode(data, state, kept = null) {
+    const beside = kept === null ? [] : [KEPT, ...partsOf(data, kept)];
+    return `#${[...partsOf(data, state), ...beside, END].join("&")}`;
   }
 
   function valueOf(field, text) {
     if (field.list) return [...new Set(text.split(","))].filter((name) => name !== "");
-    if (field.optional && text === "") return null;
-    if (!isNumber(field)) return text;
+    if (field.empty && text === "") return null;
+    if (!isNumber(field)) return field.before?.[text] ?? text;
     return /^\d+(\.\d+)?(e[+-]?\d+)?$/.test(text) ? Number(text) : text;
-  }
-
-  /** Return what a link of before calls a transport by its present name. */
-  function renamed(name, value) {
-    const isOf = (transport) => name === "transport" && TRANSPORTS[transport] === value;
-    return Object.keys(TRANSPORTS).find(isOf) ?? value;
   }
 
   function unescaped(text) {
@@ -176,27 +155,37 @@ const State = (() => {
   }
 
   /**
-   * Return the state of a link's end, as {state}, or what is wrong with it, as {problem}.
+   * Return the state of a link's end, as {state}, or what is wrong with it, as {problem}; kept: the
+   * state beside it, if there is one.
    *
    * @param {string} text "#n=8&end"; "" and "#" are the defaults
    */
   function decode(data, text) {
-    const state = defaults(data);
     const parts = text.replace(/^#/, "").split("&");
-    if (parts.length === 1 && parts[0] === "") return { state };
+    if (parts.length === 1 && parts[0] === "") return { state: defaults(data) };
     if (parts.pop() !== END) {
       return { problem: 'The link is not complete: it does not end in "&end". Copy it again.' };
     }
+    const middle = parts.indexOf(KEPT);
+    if (middle < 0) return stateOf(data, parts);
+    const found = stateOf(data, parts.slice(0, middle));
+    const { state: kept, problem: wrong } = stateOf(data, parts.slice(middle + 1));
+    return wrong ? { problem: wrong } : { kept, ...found };
+  }
+
+  /** Return the state that these parts of a link say, as {state}, or what is wrong, as {problem}. */
+  function stateOf(data, parts) {
+    const state = defaults(data);
     const seen = new Set();
     for (const part of parts) {
       const [key, ...rest] = part.split("=");
-      const name = Object.keys(FIELDS).find((field) => FIELDS[field].key === key);
+      const [name, field] = Object.entries(data.fields).find((entry) => entry[1].key === key) ?? [];
       const value = unescaped(rest.join("="));
       if (name === undefined || value === null || seen.has(name)) {
         return { problem: `The link has "${part}", which this page does not know.` };
       }
       seen.add(name);
-      state[name] = valueOf(FIELDS[name], renamed(name, value));
+      state[name] = valueOf(field, value);
     }
     const wrong = check(data, state);
     return wrong ? { problem: `The link cannot be shown. ${wrong}` } : { state };
@@ -248,5 +237,16 @@ const State = (() => {
     return words.map((word) => quoted(String(word))).join(" ");
   }
 
-  return { FIELDS, defaults, copy, same, problem, check, encode, decode, command, usesAdapters };
+  /** Return the transport with the likelier generation of nodes: generation_of of cluster.py. */
+  function likelierTransport(data, { backend, transport, rate_gbit: rate }) {
+    const [kind] = transport.split("-");
+    const [earlier, later] = data.generations[kind];
+    const laterFrom = data.later_from[`${backend} ${kind}`] ?? Infinity;
+    return 1e9 * rate < laterFrom ? earlier : later;
+  }
+
+  return {
+    defaults, copy, same, problem, check, encode, decode, command, usesAdapters, settingsOf,
+    likelierTransport,
+  };
 })();

@@ -9,28 +9,10 @@ const Words = (() => {
   const BYTES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
   const CLOSE = 0.05; // to nothing or to all: shares are written with a decimal
 
-  // What Timeline.terms counts, in words.
-  const TERMS = {
-    latency: "starting them (latency)",
-    bandwidth: "bytes on the links (bandwidth)",
-    "root's link": "rank 0's link, which all bytes pass",
-    summation: "adding gradients",
-  };
-  const LIMITS = {
-    computing: "Computing limits this step",
-    links: "The links between nodes limit this step",
-    "root's link": "Rank 0's link limits this step",
-    inside: "The links inside a node limit this step",
-    software: "The software that sends limits this step, not the links",
-    latency: "The latency of messages limits this step",
-    summation: "Adding gradients limits this step",
-    both: "Computing and messages both limit this step",
-    open: "Computing or the links limit this step: which of them is not decided",
-  };
-
   /** Return the digits that Python's format has, which rounds a tie to the even digit. */
   function rounded(value, digits) {
     const away = value.toFixed(digits);
+    if (!Number.isInteger(2 * value * 10 ** digits)) return away; // no tie; the rest takes long
     const exact = value.toFixed(Math.min(100, digits + 60));
     const rest = exact.slice(exact.indexOf(".") + 1 + digits);
     if (!/^50*$/.test(rest)) return away;
@@ -211,17 +193,10 @@ const Words = (() => {
   /** Return from which rate on the nodes' software limits the links; "" if it does not. */
   function softwareLimit(data, state) {
     if (state.costs === "calibrated") return "";
-    const most = Engine.softwareGbit(data, state);
     const enough = enoughGbit(data, state);
     if (2 * state.rate_gbit <= enough) return "";
-    const limit =
-      `Links above ${three(enough)} Gbit/s would bring nothing more where a node's software passes ` +
-      `${rounded(most.typical, 1)} Gbit/s at most`;
-    if (state.software_gbit !== null) return `${limit}.`;
-    return (
-      `${limit}, which is typical of ${softwareOf(data, state)} ` +
-      `(80 %: ${three(most.low)} to ${three(most.high)} Gbit/s).`
-    );
+    const whose = state.software_gbit === null ? "typical software" : "your software";
+    return `Links above ${three(enough)} Gbit/s would bring nothing more: ${whose} passes no more.`;
   }
 
   /** Return the share of a step that takes half the time where a change brings this gain. */
@@ -246,7 +221,7 @@ const Words = (() => {
     const links = terms["root's link"] > terms.bandwidth ? "root's link" : "links";
     if (unchanged > Math.max(...changed)) {
       const term = best(Object.keys(terms), (name) => terms[name]);
-      return term in LIMITS && term !== links ? term : bytesLimit(data, state, row, links);
+      return term in data.limits && term !== links ? term : bytesLimit(data, state, row, links);
     }
     const [first, rival] = bestPurchases(data, state, row);
     if (rival && row.nodes > 1 && [first, rival].includes("network")) return "open";
@@ -287,8 +262,10 @@ const Words = (() => {
     const messages = period > 1 ? `All messages of ${period} steps` : "All messages";
     const term = best(Object.keys(terms), (name) => terms[name]);
     const inside = term === "bandwidth" && state.ranks_per_node > 1 ? ", between nodes and inside" : "";
-    const detail = `${messages} take ${duration(sum)}, ${ofAll(terms[term] / sum)} of that for ${TERMS[term]}${inside}.`;
-    return { limit: `${LIMITS[limiter(data, state, row, terms)]}. ${added(row)}`, detail };
+    const isSaid = duration(sum) === duration(row.sync_seconds);
+    const all = isSaid ? "Of their time" : `${messages} take ${duration(sum)}; of that`;
+    const detail = `${all} ${ofAll(terms[term] / sum)} is for ${data.terms[term]}${inside}.`;
+    return { limit: `${data.limits[limiter(data, state, row, terms)]}. ${added(row)}`, detail };
   }
 
   /** Return how wrong the predictions of such clusters were, as sentences; "" if not known. */
@@ -305,10 +282,11 @@ const Words = (() => {
   /** Return what the published steps of the backend are of, if the state is not; else "". */
   function unchecked(data, state) {
     const sets = data.measured.filter((set) => set.is_published && set.family === state.backend);
-    const steps = sets.flatMap((set) => set.points);
-    const nodes = steps.map((step) => step.nodes);
-    const ranks = sets.flatMap((set) => set.points.map((point) => point.nodes * set.state.ranks_per_node));
-    const [fewest, most, mostRanks] = [Math.min(...nodes), Math.max(...nodes), Math.max(...ranks)];
+    const steps = sets.flatMap(({ points, state: { ranks_per_node: ranks } }) =>
+      points.map(({ nodes, strategy }) => ({ nodes, strategy, ranks: nodes * ranks })));
+    const fewest = Math.min(...steps.map((step) => step.nodes));
+    const most = Math.max(...steps.map((step) => step.nodes));
+    const mostRanks = Math.max(...steps.map((step) => step.ranks));
     const strategies = [...new Set(steps.map((step) => step.strategy))];
     const isFar = state.nodes < fewest || state.nodes > most;
     const isLarge = state.nodes * state.ranks_per_node > mostRanks;
@@ -319,22 +297,30 @@ const Words = (() => {
     );
   }
 
-  /** Return the batch that is predicted: "256 samples over 4 nodes, 64 each". */
+  /** Return the batch that is predicted: "256 samples, 64 a node". */
   function batch(data, state) {
     const ranks = state.nodes * state.ranks_per_node;
     if (ranks === 1) return counted(state.batch_size, "sample");
     if (state.scaling === "weak") {
-      return `${counted(state.batch_size, "sample")} a rank, ${grouped(ranks * state.batch_size)} in all`;
+      return `${counted(state.batch_size, "sample")} a rank, ${grouped(samplesOf(data, state))} in all`;
     }
-    const all = Math.max(state.batch_size, ranks * Engine.leastSamples(data, state));
-    const owners = state.ranks_per_node === 1 ? "nodes" : "ranks";
+    const all = samplesOf(data, state);
+    const owner = state.ranks_per_node === 1 ? "node" : "rank";
     const most = all % ranks === 0 ? "" : "up to ";
-    return `${counted(all, "sample")} over ${grouped(ranks)} ${owners}, ${most}${grouped(Math.ceil(all / ranks))} each`;
+    return `${counted(all, "sample")}, ${most}${grouped(Math.ceil(all / ranks))} a ${owner}`;
+  }
+
+  /** Return the samples of all ranks in a step. */
+  function samplesOf(data, state) {
+    const ranks = state.nodes * state.ranks_per_node;
+    if (state.scaling === "weak") return ranks * state.batch_size;
+    return Math.max(state.batch_size, ranks * Engine.leastSamples(data, state));
   }
 
   /** Return the settings in words: a line for the page, for paper and for saved pictures. */
   function about(data, state) {
-    const model = state.model === "own" ? `${grouped(state.parameters)} parameters` : state.model;
+    let model = state.model === "own" ? `${grouped(state.parameters)} parameters` : state.model;
+    if (isExample(data, state)) model += " (an example step)";
     const ranks = state.ranks_per_node === 1 ? "" : ` of ${state.ranks_per_node} ranks`;
     const software = state.costs === "calibrated" ? "costs as calibrated" : softwareOf(data, state);
     return (
@@ -343,9 +329,86 @@ const Words = (() => {
     );
   }
 
+  const exampleOf = (data, state) => data.examples[state.model] ?? data.examples.own;
+
+  /** Whether the step is the model's example, and not of the reader. */
+  function isExample(data, state) {
+    const { step_ms: milliseconds, batch } = exampleOf(data, state);
+    return state.step_ms === milliseconds && state.batch === batch;
+  }
+
+  /** Return whose step time it is, for its control. */
+  function stepSource(data, state) {
+    if (!isExample(data, state)) return "Measured on one rank alone. Empty: as calibrated.";
+    return `Only an example: ${exampleOf(data, state).about}. Type that of your own rank alone.`;
+  }
+
+  // -- two states, and targets ------------------------------------------------------------------
+
+  /** Return what differs between two states: "10 to 25 Gbit/s, 4 to 8 nodes"; "" if nothing. */
+  function changes(data, first, second) {
+    const valueOf = (state, name) => {
+      const value = state[name] ?? data.fields[name].empty;
+      return value.toLocaleString("en-US");
+    };
+    const differing = State.settingsOf(data, second).filter((name) => first[name] !== second[name]);
+    const parts = differing.map((name) =>
+      `${valueOf(first, name)} to ${valueOf(second, name)} ${data.fields[name].unit}`.trim());
+    return parts.join(", ");
+  }
+
+  /** Return how the steps of two states compare, as a sentence. */
+  function comparison(data, kept, state) {
+    const differing = changes(data, kept, state);
+    if (differing === "") return "Kept. Change a control: both are drawn and compared.";
+    const [before, after] = [kept, state].map((each) => Engine.step(data, each, each.focus).step_seconds);
+    const { value, range: shares } = Engine.ratio(data, kept, state);
+    const samples = samplesOf(data, state) / samplesOf(data, kept);
+    const what = samples === 1 ? "times as fast" : "times the samples a second";
+    const found = `${differing}: ${range(before, after, " to ", after)} a step, ${times(samples * value)} ${what}`;
+    if (shares === null) return `${found}.`;
+    const [low, high] = shares.map((share) => samples * share);
+    const open = low < 1 && high > 1 ? "; which is faster is open" : "";
+    return `${found} (80 %: ${times(low)} to ${times(high)})${open}.`;
+  }
+
+  /** Return on which nodes the focus reaches the reader's targets, as sentences; "" without one. */
+  function targets(data, state) {
+    const { least_efficiency: least, most_step_ms: most } = state;
+    const sentences = [];
+    if (least !== null) sentences.push(efficiencyTarget(Engine.triedPoints(data, state), least));
+    if (most !== null) sentences.push(stepTarget(Engine.triedPoints(data, state), 1e-3 * most));
+    return sentences.join(" ");
+  }
+
+  function efficiencyTarget(points, least) {
+    const found = points.findLast((point) => 100 * point.efficiency >= least);
+    const target = `an efficiency of ${three(least)} %`;
+    if (found === undefined) return `No number of nodes reaches ${target}.`;
+    const nodes = counted(found.nodes, "node");
+    if (found === points.at(-1)) return `${nodes}, the most that are tried, still have ${target}.`;
+    return `No more than ${nodes} can have ${target}.`;
+  }
+
+  function stepTarget(points, seconds) {
+    const first = points.findIndex((point) => point.step_seconds <= seconds);
+    const fastest = best(points, (point) => -point.step_seconds);
+    if (first < 0) {
+      return (
+        `No number of nodes has a step of ${duration(seconds)}: the fastest takes ` +
+        `${duration(fastest.step_seconds)}, on ${counted(fastest.nodes, "node")}.`
+      );
+    }
+    const last = points.findLastIndex((point) => point.step_seconds <= seconds);
+    const between = points.slice(first, last + 1);
+    const some = between.every((point) => point.step_seconds <= seconds) ? "" : "some of ";
+    const from = first === last ? "" : `${grouped(points[first].nodes)} to `;
+    return `A step takes at most ${duration(seconds)} on ${some}${from}${counted(points[last].nodes, "node")}.`;
+  }
+
   return {
     duration, bytes, range, times, percent, efficiency, counted, grouped, three,
     sentence, sentenceOf, softwareLimit, limits, error, batch, about, bestPurchases,
-    softwareRange,
+    softwareRange, exampleOf, stepSource, comparison, targets,
   };
 })();

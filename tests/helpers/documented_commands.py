@@ -74,8 +74,10 @@ CHECKS = {
     r"lab learn \d+ --check": Elsewhere("tests/lab/learn checks the solution of every lesson"),
     r" learn/\d\d_": Elsewhere("tests/lab/learn runs the solutions, and draws"),
     "--predict ANSWER": Elsewhere("ANSWER stands for the student's own number; tests/lab/learn"),
-    "main_gather": Elsewhere("tests/lab/learn/test_your_own_program.py runs and audits it"),
-    "lab learn": quick(prints=r"Wrote learn/|stays as it is|Kept: "),
+    "main_gather|homework/main": Elsewhere(
+        "tests/lab/learn/test_your_own_program.py runs and audits it"
+    ),
+    "lab learn": quick(prints=r"Wrote (learn|homework)/|stays as it is|Kept: "),
     # lab
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),
     "predict .*--figure": slow(prints="No network can bring"),
@@ -129,6 +131,7 @@ CHECKS = {
         prints=r"2 ranks: equal to one process .*\n3 ranks, step 1: norm.bias on rank 0",
         statuses=(1,),
     ),
+    "gpt.py": slow("--epochs 1 --fp32", prints="best epoch: .* of the bytes"),
     "my_training.py PartTwo": long(
         prints=r"Rank: 0, Epoch: 2.*\n[23]\d\d of 360 test images are right"
     ),

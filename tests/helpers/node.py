@@ -17,7 +17,7 @@ _READ = 'JSON.parse(require("fs").readFileSync(0, "utf8"))'
 _LIMIT = 60.0
 # In the page's order; those after them reach the page's elements at once.
 _WITHOUT_ELEMENTS = (
-    *("plans", "engine", "timeline", "words", "state"),
+    *("plans", "engine", "timeline", "state", "words"),
     *("measured", "questions"),
 )
 

@@ -4,12 +4,12 @@ Nothing is started: what the values become is a configuration, or the arguments 
 """
 
 import argparse
+import functools
 import random
 
 import pytest
 
-from common.config.parser import build_parser as part_parser
-from common.config.parser import parse_arguments
+from common.config import parser as parts
 from common.errors import UserError, explain
 from common.sync import BUILT_IN, BY_HAND
 from lab.cli import build_parser
@@ -88,11 +88,14 @@ def said(parse, words):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_each_flag_of_a_part(part):
-    def parse(words):
-        return parse_arguments(part, "", PARTS[part], words)
+def test_each_flag_of_a_part(part, monkeypatch):
+    # Building the flags takes ten times as long as parsing a line.
+    monkeypatch.setattr(parts, "build_parser", functools.cache(parts.build_parser))
 
-    flags = flags_of(part_parser(part, "", PARTS[part]))
+    def parse(words):
+        return parts.parse_arguments(part, "", PARTS[part], words)
+
+    flags = flags_of(parts.build_parser(part, "", PARTS[part]))
     assert len(flags) > 30
     refused = [said(parse, [f"{flag}={value}"]) for flag in flags for value in VALUES]
     assert len(list(filter(None, refused))) > len(refused) / 2

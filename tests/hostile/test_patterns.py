@@ -376,7 +376,7 @@ def test_the_patterns_are_found():
 )
 def test_a_slow_pattern_is_caught(limited, pattern, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 0.5)
-    assert slow_text(Use("here", pattern, 0, "search"), limited) is not None
+    assert slow_text(Use("here", pattern, 0, "search", 100_000), limited) is not None
 
 
 @pytest.mark.slow

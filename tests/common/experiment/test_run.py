@@ -84,8 +84,9 @@ NOT_FOR_ONE_PROCESS = {
 }
 
 
-SHOW_IMPORTS = """
-import sys
+SHOW_IMPORTS = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
 from common import cli
 
 def show(status):
@@ -93,7 +94,7 @@ def show(status):
     return status
 
 cli.end_process = show  # in place of the exit at the end of a run
-sys.exit(cli.part_one())
+runpy.run_path({str(ROOT / "PartOne/main.py")!r}, run_name="__main__")
 """
 
 
@@ -101,7 +102,7 @@ def test_one_process_imports_only_what_it_uses(tmp_path):
     """From the first line to the report, in an interpreter of its own."""
     flags = ["--dataset", "digits", "--batch-size", "8", "--max-steps", "1", "--threads", "1"]
     command = [sys.executable, "-c", SHOW_IMPORTS, *flags]
-    ended = Started(command, cwd=tmp_path, env=user_environment(PYTHONPATH=str(ROOT))).end()
+    ended = Started(command, cwd=tmp_path, env=user_environment()).end()
     assert ended.status == 0, ended.err[-3000:]
     imported = set(re.search("^imported: (.*)$", ended.out, re.MULTILINE)[1].split())
     assert {"common.models.vgg", "common.sync.none", "common.reporting.plots"} <= imported
@@ -200,13 +201,16 @@ def test_three_ranks_share_batch_and_test_set(tmp_path, part, flags, way):
 
 
 def test_each_part_starts_cold_and_the_ways_agree(tmp_path):
-    """VGG-11 starts in a new interpreter, as for users; of two ranks only rank 0, to save time."""
+    """VGG-11 starts in a new interpreter, as for users; of two ranks only rank 0, to save time.
+
+    PartOne does in the test above.
+    """
     make_image_folder(tmp_path / "data")
     words = [
         *("--dataset", "folder", "--data-dir", "data", "--batch-size", 8, "--epochs", 1),
         *("--log-every", 1, "--threads", 1, "--output-dir", tmp_path),
     ]
-    started = [start_part("PartOne", *words, cwd=tmp_path, cold=True)]
+    started = [start_part("PartOne", *words, cwd=tmp_path)]
     for part in ("PartTwo", "PartThree"):
         place = ["-M", "127.0.0.1", "-N", 2, "--master-port", free_port()]
         started += [

@@ -21,7 +21,7 @@ from lab.predict.bucket_choice import SIZES_MB
 from lab.predict.calibration_file import LARGE_STEP, load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
 from lab.predict.event_model import HEADERS, Network
-from lab.predict.own_model import with_gradient_bytes, with_own_model
+from lab.predict.own_model import with_gradient_bytes, with_own_model, with_own_step
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.strategy_style import color
@@ -62,6 +62,28 @@ def test_speedup_and_efficiency_are_those_of_the_step_times():
     weak = table([8], ["ring"], scaling="weak")["ring", 8]
     assert weak.prediction.compute_seconds == pytest.approx(one.prediction.compute_seconds)
     assert weak.speedup == pytest.approx(8 * alone / weak.prediction.step_seconds)
+
+
+def test_a_slower_strategy_has_no_higher_speedup():
+    # On one node of 8 ranks all_reduce takes longer than ddp, so over its own step it gains more.
+    own = with_own_step(REFERENCE, 2.0, 32)
+    node = {"calibration": own, "own_nodes": True, "cluster": NCCL, "step_seconds": 2.0}
+    shared = {"ranks_per_node": 8, "batch_size": 32, "step_samples": 32, "scaling": "weak"}
+    names = ["all_reduce", "ddp", "none"]
+    rows = table([1, 2], names, **node, **shared, rate_bits=1e9, inside_bits=1e9)
+    slow, fast = rows["all_reduce", 1], rows["ddp", 1]
+    assert slow.prediction.step_seconds > 1.001 * fast.prediction.step_seconds
+    assert (fast.speedup, rows["none", 1].speedup) == pytest.approx((1, 1))
+    for nodes in (1, 2):
+        slow, fast = rows["all_reduce", nodes], rows["ddp", nodes]
+        seconds = slow.prediction.step_seconds / fast.prediction.step_seconds
+        assert fast.speedup / slow.speedup == pytest.approx(seconds)
+    assert (
+        table([2], ["all_reduce"], **node, **shared, rate_bits=1e9, inside_bits=1e9)[
+            "all_reduce", 2
+        ].speedup
+        > rows["all_reduce", 2].speedup
+    )
 
 
 def test_auto_is_the_best_size_of_buckets_for_each_number_of_nodes():

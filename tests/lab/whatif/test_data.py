@@ -13,6 +13,7 @@ from common.sync.plans.base import ReplicatedPlan
 from common.sync.plans.rings import AllReduceFlatPlan
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.own_model import model_names, with_own_model
+from lab.predict.published import published_path, read_published
 from lab.whatif.data import State, page_data
 from tests.helpers.node import needs_node
 from tests.helpers.whatif_states import in_node
@@ -62,6 +63,21 @@ def test_a_new_strategy_appears_or_is_left_out_with_a_sentence(monkeypatch):
     twice, once = in_node(data, [["row", state, "twice"], ["row", state, "all_reduce_flat"]])
     assert twice["sync_seconds"] == pytest.approx(once["sync_seconds"] / 2)
     assert twice["bytes_sent_root"] == pytest.approx(once["bytes_sent_root"] / 2)
+
+
+def test_each_model_has_an_example_step(data):
+    """The published ones are those of lab predict's table; the others are estimates after them."""
+    of_tests = {"tiny", "wide"}
+    assert set(data["examples"]) == {*model_names(), "own"} - of_tests
+    for name in ("resnet50_imagenet", "bert_base"):
+        example = data["examples"][name]
+        rows = [row for row in read_published(published_path()) if row.group.startswith("dlperf")]
+        steps = {(round(1e3 * row.one_rank_step_s, 3), row.one_rank_batch) for row in rows}
+        assert (example["step_ms"], example["batch"]) in steps
+    resnet = data["examples"]["resnet50_imagenet"]
+    assert data["examples"]["resnet152"]["step_ms"] / 64 == pytest.approx(
+        resnet["step_ms"] / 128 * 11.51 / 4.09, rel=0.03
+    )
 
 
 def test_models_are_those_of_lab_predict(data):

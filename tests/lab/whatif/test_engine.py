@@ -11,15 +11,18 @@ from common.sync import STRATEGIES
 from lab.predict import event_model, priors, scenario
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
-from lab.predict.tables import message_plans
+from lab.predict.tables import message_plans, scaling_limits_of
 from lab.whatif.data import page_data
 from tests.helpers.node import needs_node
 from tests.helpers.whatif_states import (
     Page,
     add_rows,
+    command_of,
     differences,
     in_node,
+    row_of,
     rows_in_node,
+    scenario_of,
     shared_folder,
     shared_pages,
 )
@@ -138,6 +141,85 @@ def test_a_curve_has_the_rows_of_its_numbers_of_nodes(quick_pages):
                 },
                 rel=1e-12,
             )
+
+
+def test_the_ratio_of_two_states_is_of_the_same_draws(quick_pages):
+    """It is the gain that lab predict states, whose interval shares the draws of both steps.
+
+    With draws of its own for each step the interval would be twice as wide.
+    """
+    page = quick_pages[0]
+    base = {"latency_us": 50.0, "scaling": "strong", "strategies": ["ddp"], "focus": "ddp"}
+    found = []
+    for name in ("cloudlab", "laptops", "gpus"):
+        state = preset_state(page, name, **base, batch_size=4096, adapters=1)
+        row = row_of(command_of(state, page.calibration))
+        faster = state | {"rate_gbit": 2 * state["rate_gbit"]}
+        more = state | {"nodes": 2 * state["nodes"]}
+        calls = [["ratio", state, faster], ["ratio", state, more], ["ratio", state, state]]
+        network, nodes, same = in_node(page.data, calls)
+        assert network["value"] == pytest.approx(row["gains"]["network"], rel=1e-9)
+        assert network["range"] == pytest.approx(row["gain_ranges"]["network"], rel=1e-9)
+        assert nodes["range"] == pytest.approx(row["gain_ranges"]["nodes"], rel=1e-9)
+        assert same == {"value": 1, "range": [1, 1]}
+        independent = row["high_seconds"] / row["low_seconds"]
+        found.append(independent > nodes["range"][1] / nodes["range"][0] * 1.05)
+    assert all(found), "the steps alone are less certain than their ratio"
+
+
+def test_costs_of_two_kinds_have_no_draws_in_common(quick_pages):
+    page = quick_pages[0]
+    typical = preset_state(page, "emulated", costs="typical")
+    calibrated = preset_state(page, "emulated")
+    [found] = in_node(page.data, [["ratio", typical, calibrated]])
+    assert found["range"] is None
+    assert found["value"] > 0
+
+
+@pytest.mark.parametrize("scaling", ["weak", "strong"])
+def test_half_the_efficiency_is_where_lab_predict_has_it(quick_pages, scaling):
+    page = quick_pages[0]
+    wanted = []
+    calls = []
+    for batch_size, rate in ((256, 10.0), (1000, 1.0), (100, 2.5)):
+        changes = {"batch_size": batch_size, "rate_gbit": rate, "scaling": scaling}
+        state = preset_state(page, "cloudlab", **changes, strategies=["ddp"])
+        predicted = scaling_limits_of(message_plans(["ddp"]), scenario_of(state, page.calibration))
+        [limit] = [limit for limit in predicted if limit.scaling == scaling]
+        wanted.append(limit.half_nodes)
+        calls.append(["triedPoints", state])
+    answers = in_node(page.data, calls)
+    half = [max(p["nodes"] for p in points if p["efficiency"] >= 0.5) for points in answers]
+    assert half == wanted
+    assert len(set(half)) == 3
+
+
+def test_a_slower_strategy_never_draws_the_higher_efficiency(quick_pages):
+    """All refer to one base: on 2 nodes of 8 ranks all_reduce is slower than ddp."""
+    page = quick_pages[0]
+    names = ["gather_scatter", "all_reduce", "ddp", "fsdp"]
+    state = preset_state(page, "gpus", nodes=2, strategies=names)
+    curves = in_node(
+        page.data, [["curve", state, name, [1, 2, 64], {"band": True}] for name in names]
+    )
+    for points in zip(*curves, strict=True):
+        by_step = sorted(points, key=lambda point: point["step_seconds"])
+        assert by_step == sorted(points, key=lambda point: -point["efficiency"])
+        for point in points:
+            assert point["low_efficiency"] <= point["high_efficiency"]
+    alone = [points[0]["efficiency"] for points in curves]
+    assert max(alone) == 1
+    assert min(alone) < 0.99
+
+
+def test_another_backend_sends_other_messages(quick_pages):
+    """NCCL fetches weights ahead; what Gloo sent a moment before does not stay."""
+    page = quick_pages[0]
+    gloo = preset_state(page, "cloudlab", strategies=["fsdp"], focus="fsdp")
+    nccl = gloo | {"backend": "nccl"}
+    [_, after] = in_node(page.data, [["row", gloo, "fsdp"], ["row", nccl, "fsdp"]])
+    [alone] = in_node(page.data, [["row", nccl, "fsdp"]])
+    assert after == alone
 
 
 def test_a_timeline_adds_up_to_its_row(quick_pages):

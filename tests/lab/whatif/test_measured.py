@@ -123,7 +123,7 @@ def test_points_stand_where_the_settings_are_theirs(data):
       return {
         id: set.id, problem: State.check(data, state),
         points: changes.map((change) => Measured.points(data, { ...state, ...change })),
-        differences: Measured.differences(set, { ...state, rate_gbit: 2, step_ms: 1 }),
+        differences: Measured.differences(data, set, { ...state, rate_gbit: 2, step_ms: 1 }),
         compared: Measured.compared(data, set, state),
       };
     })()"""
@@ -151,12 +151,13 @@ def test_each_setting_that_changes_a_prediction_takes_the_points_away(data):
       const others = { model: "vgg16", costs: "calibrated", gradient_type: "bf16", backend: "gloo",
         transport: "rdma-host", scaling: "strong" };
       const found = {};
-      for (const [name, field] of Object.entries(State.FIELDS)) {
+      for (const [name, field] of Object.entries(data.fields)) {
         if (field.list || ["focus", "measured", "nodes"].includes(name)) continue;
         const value = others[name] ?? 2 * (own[name] ?? 50);
         const state = { ...own, [name]: value };
         const step = (of) => Engine.curve(data, of, "ddp", [4], { band: false })[0].step_seconds;
-        found[name] = [step(state) !== step(own), Measured.differences(set, state).includes(name)];
+        const differences = Measured.differences(data, set, state);
+        found[name] = [step(state) !== step(own), differences.includes(name)];
       }
       return found;
     })()"""

@@ -124,7 +124,7 @@ def test_words_and_the_batch(desk):
     for word in ("rank", "node", "ddp", "gather_scatter", "all_reduce", "Gloo", "NCCL", "bucket"):
         assert word in explained
     assert len(desk.locator("#words li").all()) == 10
-    assert text(desk, "help-batch_size") == "256 samples over 4 nodes, 64 each"
+    assert text(desk, "help-batch_size") == "256 samples, 64 a node"
     assert len(desk.locator("#left-out li").all_text_contents()) >= 5
     assert "`" not in desk.locator("body").inner_text()
 
@@ -203,7 +203,7 @@ def test_more_ranks_than_samples(phone, what_if):
     """The answer and the settings have the batch that is predicted."""
     show(phone, what_if.preset("cloudlab") | {"nodes": 4096})
     assert "global batch of 8,192" in text(phone, "sentence")
-    assert "8,192 samples over 4,096 nodes, 2 each" in text(phone, "settings")
+    assert "8,192 samples, 2 a node" in text(phone, "settings")
     assert "None of these steps is like yours" in text(phone, "error")
 
 

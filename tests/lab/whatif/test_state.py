@@ -32,6 +32,14 @@ WRONG = [
     ("#c=calibrated&end", "calibration has the steps"),
     ("#z=1&end", "BatchNorm"),
     ("#__proto__=1&end", "__proto__"),
+    ("#n=8&kept&n=0&end", "from 1 to 4,096"),
+    ("#n=8&kept&kept&end", '"kept"'),
+]
+# Links of earlier pages, and the transport that they meant.
+OLD = [
+    ("#b=nccl&t=rdma&end", "rdma-host"),
+    ("#b=nccl&t=tcp&end", "tcp-vm"),
+    ("#n=7&t=tcp&end", "tcp-vm"),
 ]
 IN_NODE = """(() => {
   const { data, states, some, others, wrong } = given;
@@ -42,6 +50,8 @@ IN_NODE = """(() => {
   return {
     links, decoded: decoded(links), some: some.map((state) => State.encode(data, state)),
     cut: decoded(cut), wrong: decoded(wrong), none: decoded(["", "#", "#end"]),
+    beside: decoded(states.slice(1).map((state, at) => State.encode(data, state, states[at]))),
+    old: decoded(given.old),
     repeated: State.decode(data, "#y=ddp,ddp,ring,ddp&end"),
     commands: commands(data, states.slice(0, 12)), others: commands(others.data, others.states),
   };
@@ -76,12 +86,23 @@ def computed(page):
     others = {"data": data, "states": [first, calibrated]}
     wrong = [link for link, _ in WRONG]
     given = {"data": page.data, "states": page.states, "some": some, "others": others}
-    return run_scripts(IN_NODE, given | {"wrong": wrong})
+    old = [link for link, _ in OLD]
+    return run_scripts(IN_NODE, given | {"wrong": wrong, "old": old})
 
 
 def test_a_link_holds_the_state(page, computed):
     assert computed["decoded"] == [{"state": state} for state in page.states]
     assert len(set(computed["links"])) == len(page.states)
+
+
+def test_a_link_holds_a_kept_state_too(page, computed):
+    pairs = zip(page.states[1:], page.states, strict=False)
+    assert computed["beside"] == [{"state": state, "kept": kept} for state, kept in pairs]
+
+
+def test_links_of_earlier_pages_open(computed):
+    found = [link["state"]["transport"] for link in computed["old"]]
+    assert found == [transport for _, transport in OLD]
 
 
 def test_a_link_has_what_differs_from_the_first_preset(computed):

@@ -4,6 +4,7 @@ import math
 import random
 import re
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from common.say import bytes_text, duration_text, range_text
 from lab.predict.calibration_file import reference_path
 from lab.predict.printing import answer
 from lab.predict.priors import load_priors
+from tests.helpers import ROOT
 from tests.helpers.node import needs_node, run_scripts
 from tests.helpers.whatif_states import Page, add_states, scenario_of, steps_of
 
@@ -26,6 +28,7 @@ SAID = """(() => {
     return {
       ...Words.limits(data, state, row, terms), row, terms,
       answer: Words.sentence(data, state, row), software: Words.softwareLimit(data, state),
+      range: Words.softwareRange(data, state),
       about: Words.about(data, state), error: Words.error(data, state),
     };
   });
@@ -55,7 +58,7 @@ CASES: list[tuple[dict[str, Any], dict[str, list[str]]]] = [
             "about": [
                 "vgg11 on 4 nodes, Gloo over TCP on virtual machines at 10 Gbit/s",
                 "256 samples",
-                "64 each",
+                "64 a node",
             ],
             "error": ["median of", "!None of"],
         },
@@ -74,10 +77,10 @@ CASES: list[tuple[dict[str, Any], dict[str, list[str]]]] = [
         },
     ),
     ({"focus": "none"}, {"limit": ["no gradients are averaged"]}),
-    ({"nodes": 1}, {"limit": ["one rank"], "about": ["256 samples", "!each", "1 node,"]}),
+    ({"nodes": 1}, {"limit": ["one rank"], "about": ["256 samples", "!a node", "1 node,"]}),
     ({"focus": "local_sgd"}, {"detail": ["messages of 4 steps"]}),
-    ({"nodes": 1000}, {"about": ["2,000 samples over 1,000 nodes, 2 each"]}),
-    ({"nodes": 3}, {"about": ["256 samples over 3 nodes, up to 86 each"]}),
+    ({"nodes": 1000}, {"about": ["2,000 samples, 2 a node"]}),
+    ({"nodes": 3}, {"about": ["256 samples, up to 86 a node"]}),
     (
         {
             "scaling": "weak",
@@ -104,7 +107,7 @@ def predicted(what_if):
     for given in page.states:
         if given["batch_size"] < 2 or given["focus"] == "none":
             continue
-        [step] = steps_of(given, given["strategies"], page.calibration)
+        [step, *_] = steps_of(given, given["strategies"], page.calibration)
         found.append((given, step, scenario_of(given, page.calibration)))
     return [*found, *map(undecided, found)]
 
@@ -149,16 +152,15 @@ def test_where_software_limits_the_link(predicted, said):
         assert not is_limited or f"above {scenario.enough_bits / 1e9:.3g} Gbit/s" in sentence
         if not is_limited:
             continue
-        assert f"passes {scenario.software_bits / 1e9:.1f} Gbit/s" in sentence
+        assert ("typical" in sentence) == (state["software_gbit"] is None)
         if state["software_gbit"] is not None:
-            assert "typical" not in sentence
             continue
         name = f"{state['backend']}-{state['transport']}.most_gbit"
         [most] = [prior for prior in load_priors() if prior.name == name]
         low, high = (
             float(f"{scenario.cluster.adapters * gbit:.3g}") for gbit in (most.low, most.high)
         )
-        assert f"(80 %: {low:,g} to {high:,g} Gbit/s)" in sentence
+        assert f"(80 %: {low:,g} to {high:,g})" in words["range"]
 
 
 def test_numbers_are_written_as_in_python():
@@ -217,6 +219,10 @@ def test_the_heading_agrees_with_the_sentence(predicted, said):
         for words, (state, _, _) in zip(said[0], predicted, strict=True)
     ]
     assert [fault for fault in faults if fault[0]] == []
+    times = re.compile(r"[\d.,]+ (?:h|s|ms|µs|ns)\b")
+    for words in said[0]:
+        assert not {*times.findall(words["limit"])} & {*times.findall(words["detail"])}
+    assert len({words["detail"].startswith("Of their time") for words in said[0]}) == 2
     kinds = {named_limit(words["limit"]) for words in said[0]}
     assert kinds >= {"computing", "network", "other", "not decided"}
 
@@ -256,3 +262,96 @@ def test_the_published_range_follows_from_the_data(what_if, said):
     assert f"of {min(nodes)} to {max(nodes)} nodes" in outside
     strategies = {point["strategy"] for entry in sets for point in entry["points"]}
     assert set(re.findall(r"[a-z]+_[a-z_]+|\bddp\b", outside)) == strategies
+
+
+# What differs of a kept state and the shown one from the first preset, and what is said of both.
+PAIRS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({}, {}, ["Change a control"]),
+    ({}, {"rate_gbit": 25}, ["10 to 25 Gbit/s: ", "times as fast"]),
+    ({"nodes": 4}, {"nodes": 8}, ["4 to 8 nodes: ", "times as fast (80 %"]),
+    (
+        {"scaling": "weak", "batch_size": 64},
+        {"scaling": "weak", "batch_size": 64, "nodes": 8},
+        ["4 to 8 nodes: ", "times the samples a second (80 %"],
+    ),
+    ({"focus": "all_reduce"}, {"bucket_mb": 5.0}, ["default to 5 MiB a bucket, all_reduce to ddp"]),
+    ({"costs": "calibrated", "step_ms": None}, {}, ["calibrated to typical costs", "!80 %"]),
+    ({"nodes": 12}, {"nodes": 16}, ["12 to 16 nodes: ", "which is faster is open"]),
+    ({}, {"rate_gbit": 1}, ["10 to 1 Gbit/s: ", "!is open"]),
+]
+TOGETHER = """given.pairs.map(([kept, state]) => ({
+  said: Words.comparison(given.data, kept, state), ratio: Engine.ratio(given.data, kept, state),
+  steps: [kept, state].map((each) => Engine.row(given.data, each, each.focus).step_seconds),
+}))"""
+
+
+def test_two_states_in_one_sentence(what_if):
+    """The steps, how many times as fast, and its interval, with what differs before them."""
+    first = what_if.preset("cloudlab")
+    pairs = [(first | kept, first | changes) for kept, changes, _ in PAIRS]
+    found = run_scripts(TOGETHER, {"data": what_if.data, "pairs": pairs})
+    for (kept, state), (_, _, parts), words in zip(pairs, PAIRS, found, strict=True):
+        for text in parts:
+            assert (text.removeprefix("!") in words["said"]) != text.startswith("!"), words["said"]
+        if kept == state:
+            continue
+        before, after = words["steps"]
+        assert f": {range_text(before, after, typical=after)} a step" in words["said"]
+        if "samples a second" not in words["said"]:
+            assert f", {words['ratio']['value']:.2f} times as fast" in words["said"]
+    doubled = found[3]["ratio"]["value"]
+    assert f", {2 * doubled:.2f} times the samples" in found[3]["said"]
+
+
+TARGETS: list[tuple[dict[str, Any], str]] = [
+    ({"least_efficiency": 50}, "No more than 8 nodes can have an efficiency of 50 %."),
+    ({"least_efficiency": 100}, "No more than 1 node can have an efficiency of 100 %."),
+    (
+        {"least_efficiency": 1, "nodes": 2},
+        "128 nodes, the most that are tried, still have an efficiency of 1 %.",
+    ),
+    ({"most_step_ms": 600}, "A step takes at most 600 ms on 5 to "),
+    ({"most_step_ms": 20}, "No number of nodes has a step of 20 ms: the fastest takes "),
+    ({}, ""),
+]
+
+
+def test_where_the_reader_s_target_is_reached(what_if):
+    """The numbers of nodes are those whose step or efficiency is so."""
+    first = what_if.preset("cloudlab") | {"strategies": ["ddp"]}
+    states = [first | changes for changes, _ in TARGETS]
+    expression = (
+        "given.states.map((state) => "
+        "[Words.targets(given.data, state), Engine.triedPoints(given.data, state)])"
+    )
+    found = run_scripts(expression, {"data": what_if.data, "states": states})
+    for (changes, text), (said, points) in zip(TARGETS, found, strict=True):
+        assert text in said
+        assert bool(said) == bool(changes)
+        numbers = [
+            int(number.replace(",", "")) for number in re.findall(r"([\d,]+)(?= node| to )", said)
+        ]
+        if "least_efficiency" in changes:
+            share = changes["least_efficiency"] / 100
+            assert numbers == [max(p["nodes"] for p in points if p["efficiency"] >= share)]
+        if changes.get("most_step_ms") == 600:
+            fast = [p["nodes"] for p in points if p["step_seconds"] <= 0.6]
+            assert numbers == [min(fast), max(fast)]
+
+
+def test_the_documentation_shows_what_the_page_says(what_if):
+    """Its answers are those of the first preset."""
+    first = what_if.preset("cloudlab")
+    expression = """(() => {
+      const { data, first } = given;
+      const slower = { ...first, rate_gbit: 1 };
+      const half = { ...first, least_efficiency: 50, most_step_ms: 600 };
+      return [Words.sentence(data, first, Engine.row(data, first, first.focus)),
+        Words.comparison(data, first, slower), Words.targets(data, half)];
+    })()"""
+    said = run_scripts(expression, {"data": what_if.data, "first": first})
+    page = Path(ROOT, "docs", "whatif.md").read_text()
+    shown = re.findall(r"\| \"(.*?)\" +\|", page)
+    assert len(shown) == len(said) == 3
+    for part, text in zip(shown, said, strict=True):
+        assert text.startswith(part)
