@@ -35,20 +35,16 @@ const Page = (() => {
   /** Return everything that is shown of the state. */
   function compute() {
     const { strategies, focus } = state;
-    const nodes = nodesOf(state);
     const isFew = strategies.length <= MOST_BANDS;
-    const curves = strategies.map((strategy) => {
-      const band = isFew || strategy === focus;
-      return { strategy, points: Engine.curve(data, state, strategy, nodes, { band }) };
-    });
+    const curves = strategies.map((name) => curveOf(state, name, isFew || name === focus));
     return {
       focus: Engine.row(data, state, focus),
       rows: strategies.map((strategy) => Engine.step(data, state, strategy)),
       curves,
-      nodes,
+      nodes: nodesOf(state),
       timeline: timelineOf(state),
       terms: Timeline.terms(data, state, focus),
-      kept: kept && { ...timelineOf(kept), points: pointsOf(kept) },
+      kept: kept && { ...timelineOf(kept), ...curveOf(kept, kept.focus, false) },
     };
   }
 
@@ -56,8 +52,8 @@ const Page = (() => {
     strategy: shown.focus, nodes: shown.nodes, timeline: Timeline.timeline(data, shown, shown.focus),
   });
 
-  const pointsOf = (shown) =>
-    Engine.curve(data, shown, shown.focus, nodesOf(shown), { band: false });
+  const curveOf = (shown, strategy, band) => (
+    { strategy, points: Engine.curve(data, shown, strategy, nodesOf(shown), { band }) });
 
   const nodesOf = (shown) => [...new Set([...CURVE_NODES, shown.nodes])].sort(byValue);
 

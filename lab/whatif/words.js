@@ -262,7 +262,9 @@ const Words = (() => {
     const messages = period > 1 ? `All messages of ${period} steps` : "All messages";
     const term = best(Object.keys(terms), (name) => terms[name]);
     const inside = term === "bandwidth" && state.ranks_per_node > 1 ? ", between nodes and inside" : "";
-    const detail = `${messages} take ${duration(sum)}, ${ofAll(terms[term] / sum)} of that for ${data.terms[term]}${inside}.`;
+    const isSaid = duration(sum) === duration(row.sync_seconds);
+    const all = isSaid ? "Of their time" : `${messages} take ${duration(sum)}; of that`;
+    const detail = `${all} ${ofAll(terms[term] / sum)} is for ${data.terms[term]}${inside}.`;
     return { limit: `${data.limits[limiter(data, state, row, terms)]}. ${added(row)}`, detail };
   }
 

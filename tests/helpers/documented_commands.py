@@ -80,6 +80,7 @@ CHECKS = {
     "lab learn": quick(prints=r"Wrote (learn|homework)/|stays as it is|Kept: "),
     # lab
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),
+    "predict .*--figure": slow(prints="No network can bring"),
     "predict --nodes 256 ": slow(prints=r"none +4,096 +595 "),
     "predict --nodes 1000 ": slow(prints=r"ddp .* 166 +3,756 "),
     "predict --nodes 10000 ": slow(prints=r"54\.2 %(.|\n)*98\.7 %"),

@@ -219,6 +219,10 @@ def test_the_heading_agrees_with_the_sentence(predicted, said):
         for words, (state, _, _) in zip(said[0], predicted, strict=True)
     ]
     assert [fault for fault in faults if fault[0]] == []
+    times = re.compile(r"[\d.,]+ (?:h|s|ms|µs|ns)\b")
+    for words in said[0]:
+        assert not {*times.findall(words["limit"])} & {*times.findall(words["detail"])}
+    assert len({words["detail"].startswith("Of their time") for words in said[0]}) == 2
     kinds = {named_limit(words["limit"]) for words in said[0]}
     assert kinds >= {"computing", "network", "other", "not decided"}
 
