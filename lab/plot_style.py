@@ -5,10 +5,12 @@ Figures draw lines and text in ``INK`` on ``PAPER`` (common/reporting/plots.py).
 
 import math
 import textwrap
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")  # files only, also where there is no screen
 import matplotlib.pyplot as plt
@@ -16,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from scipy.optimize import isotonic_regression
 
 from common.reporting.plots import INK, PAPER, RC
 
@@ -83,6 +86,47 @@ def grid(
 def line_key(label: str, **options: Any) -> Line2D:
     """Return the legend entry of a line or a marker."""
     return Line2D([], [], color=INK, label=label, **options)
+
+
+def label_beside(axis: Axes, points: Sequence[tuple[str, float, float, str]], gap: float) -> None:
+    """Write labels in a column right of the axis, ``gap`` of its height apart, with a line to each.
+
+    points : text, x, y and colour of each. Call it once everything else is drawn.
+    """
+    axis.autoscale_view()  # else the limits are computed later
+    to_axes = axis.transScale + axis.transLimits  # from data to 0..1
+    # Each point after its height on the axis, 0 to 1.
+    placed = sorted((float(to_axes.transform(point[1:3])[1]), *point) for point in points)
+    heights = spread([place[0] for place in placed], min(gap, 1 / max(1, len(placed))))
+    for (_, text, x, y, line_color), height in zip(placed, heights, strict=True):
+        axis.annotate(
+            text,
+            (x, y),
+            xytext=(1.05, height),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line_color,
+                "linewidth": 0.7,
+                "alpha": 0.7,
+                "shrinkA": 0,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def spread(positions: Sequence[float], gap: float) -> list[float]:
+    """Move sorted ``positions`` in 0..1 apart to a distance of ``gap``, as little as needed."""
+    if not positions:
+        return []
+    steps = gap * np.arange(len(positions))
+    # moved - steps must not fall: isotonic regression finds the nearest such positions
+    moved = isotonic_regression(np.asarray(positions) - steps).x
+    return list(np.clip(moved, 0, max(1 - steps[-1], 0)) + steps)
 
 
 def section_style(name: str) -> dict[str, Any]:

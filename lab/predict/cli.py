@@ -159,6 +159,12 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "what your links pass: the output of nccl-tests (all_reduce_perf), of Gloo's "
         "benchmark (allreduce_ring_chunked) or of iperf3 (text or --json) on two nodes or more",
     },
+    "--figure": {
+        "type": Path,
+        "metavar": "FILE.png",
+        "help": "also draw step time and efficiency for 1 to 100,000 nodes; .svg and .pdf work, "
+        "too",
+    },
     "--json": {"action": "store_true", "help": "print JSON"},
 }
 
@@ -176,7 +182,7 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 
 def main_predict(args: argparse.Namespace) -> int:
-    """Print the predictions and return the exit status.
+    """Print the predictions, draw the figure and return the exit status.
 
     Raises UserError on wrong values.
 
@@ -224,12 +230,14 @@ def _show(
     summaries: Sequence[Sequence[str]],
     measured: "Mapping[str, ClusterFit]",
 ) -> None:
-    """Print the predictions of each scenario as the flags ask."""
+    """Print the predictions of each scenario as the flags ask, and draw the figure."""
     from lab.predict.printing import print_rates, print_tables
     from lab.predict.tables import predict_table, scaling_limits_of
 
     first = scenarios[0]
     tables = [predict_table(args.nodes, plans, scenario) for scenario in scenarios]
+    if args.figure is not None:
+        _draw(args, plans, first, summaries[0])
     if len(scenarios) > 1 and not args.json:
         print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scenarios)
         return
@@ -393,6 +401,39 @@ def _scenarios(
         )
         scenarios.append(scenario)
     return scenarios
+
+
+def _draw(
+    args: argparse.Namespace,
+    plans: "Mapping[str, MessagePlan]",
+    scenario: "Scenario",
+    summary: Sequence[str],
+) -> None:
+    """Draw the steps over nodes on the scenario's link, and over rates with the most nodes."""
+    # matplotlib takes a second to import
+    from lab.predict.plots import RATES_TO_DRAW, draw_scaling, numbers_to_draw
+    from lab.predict.scaling import most_nodes
+    from lab.predict.tables import predict_table
+
+    most = max(args.nodes)
+    by_rate = {}
+    for rate_bits in RATES_TO_DRAW:
+        on_links = replace(scenario, rate_bits=rate_bits)
+        by_rate[rate_bits] = predict_table([most], plans, on_links)
+    limit = most_nodes(
+        scenario.batch_size,
+        scaling=scenario.scaling,
+        ranks_per_node=scenario.ranks_per_node,
+        least_samples=scenario.least_samples,
+    )
+    draw_scaling(
+        args.figure,
+        predict_table(numbers_to_draw(limit), plans, scenario),
+        by_rate,
+        asked=(most, scenario.rate_bits),
+        scaling=scenario.scaling,
+        summary=summary,
+    )
 
 
 def _print_json(

@@ -1,8 +1,8 @@
 """The arithmetic of ``lab predict``: steps and scaling limits of a scenario. Imports no torch.
 
 ``message_plans`` returns what strategies send, ``predict_table`` the time of their steps on given
-numbers of nodes, and ``scaling_limits_of`` how far each strategy scales; printing.py shows
-them.
+numbers of nodes, and ``scaling_limits_of`` how far each strategy scales; printing.py and plots.py
+show them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -282,9 +282,9 @@ const Engine = (() => {
         software: null,
       };
     };
-    const { rate_gbit: gbit } = state;
     const remainder = draw === null ? 1 : values.unexplained;
-    return { network: over(gbit), faster: over(2 * gbit), values, remainder };
+    const [network, faster] = [over(state.rate_gbit), over(2 * state.rate_gbit)];
+    return { network, faster, values, remainder };
   };
 
   const changedRates = (network, change) => {
@@ -408,10 +408,16 @@ const Engine = (() => {
     return { bytes: bytes.map((nbytes) => Number((BigInt(nbytes) * after) / before)), shares };
   };
 
-  /** Return the first index whose value is at least `value`. */
+  /** Return the first index whose value is at least `value`; values do not fall. */
   const bisectLeft = (values, value) => {
-    const index = values.findIndex((known) => known >= value);
-    return index < 0 ? values.length : index;
+    let first = 0;
+    let end = values.length;
+    while (first < end) {
+      const middle = (first + end) >> 1;
+      if (values[middle] < value) first = middle + 1;
+      else end = middle;
+    }
+    return first;
   };
 
   const readyShare = (readiness, nbytes) => {
@@ -463,11 +469,8 @@ const Engine = (() => {
     ];
   };
 
-  const times = (compute, factor) => ({
-    before: factor * compute.before,
-    backward: factor * compute.backward,
-    update: factor * compute.update,
-  });
+  const times = ({ before, backward, update }, factor) => (
+    { before: factor * before, backward: factor * backward, update: factor * update });
 
   // A setting: all of a state but the number of nodes and what is drawn -----------------------------
 

@@ -34,24 +34,17 @@ const Page = (() => {
 
   /** Return everything that is shown of the state. */
   function compute() {
-    const others = state.strategies.filter((name) => name !== state.focus);
-    const names = [state.focus, ...others];
-    const rows = names.map((name) => ({ strategy: name, ...Engine.step(data, state, name) }));
-    const focus = { ...rows[0], ...Engine.row(data, state, state.focus) };
-    const nodes = nodesOf(state);
-    const isFew = rows.length <= MOST_BANDS;
-    const curves = rows.map((row, index) => ({
-      strategy: row.strategy,
-      points: Engine.curve(data, state, row.strategy, nodes, { band: index === 0 || isFew }),
-    }));
+    const { strategies, focus } = state;
+    const isFew = strategies.length <= MOST_BANDS;
+    const curves = strategies.map((name) => curveOf(state, name, isFew || name === focus));
     return {
-      focus,
-      rows: inOrder(rows),
-      curves: inOrder(curves),
-      nodes,
+      focus: Engine.row(data, state, focus),
+      rows: strategies.map((strategy) => Engine.step(data, state, strategy)),
+      curves,
+      nodes: nodesOf(state),
       timeline: timelineOf(state),
-      terms: Timeline.terms(data, state, state.focus),
-      kept: kept && { ...timelineOf(kept), points: pointsOf(kept) },
+      terms: Timeline.terms(data, state, focus),
+      kept: kept && { ...timelineOf(kept), ...curveOf(kept, kept.focus, false) },
     };
   }
 
@@ -59,16 +52,10 @@ const Page = (() => {
     strategy: shown.focus, nodes: shown.nodes, timeline: Timeline.timeline(data, shown, shown.focus),
   });
 
-  const pointsOf = (shown) =>
-    Engine.curve(data, shown, shown.focus, nodesOf(shown), { band: false });
+  const curveOf = (shown, strategy, band) => (
+    { strategy, points: Engine.curve(data, shown, strategy, nodesOf(shown), { band }) });
 
   const nodesOf = (shown) => [...new Set([...CURVE_NODES, shown.nodes])].sort(byValue);
-
-  /** Return entries of strategies in the order of the reader's choice. */
-  function inOrder(entries) {
-    const places = new Map(state.strategies.map((name, index) => [name, index]));
-    return entries.sort((a, b) => places.get(a.strategy) - places.get(b.strategy));
-  }
 
   // -- drawing ----------------------------------------------------------------------------------
 
@@ -212,7 +199,7 @@ const Page = (() => {
         ["slowed by", "number"], ["note", "text"],
       ];
       const rows = results.rows.map((row) => [
-        row.strategy, stepText(row), Words.times(row.speedup),
+        row.sync, stepText(row), Words.times(row.speedup),
         Words.bytes(row.bytes_sent_root), Words.bytes(row.bytes_sent_others),
         Words.duration(row.sync_seconds), Words.duration(row.slowed_seconds),
         row.note || row.caveat,
@@ -350,7 +337,7 @@ const Page = (() => {
     return wanted;
   }
 
-  /** Return the state with the example step of its model, of an own one with the step that it has. */
+  /** Return the state with the example step of its model; the calibration has the steps of its own. */
   function withExample(wanted) {
     if (wanted.model === data.calibration.model) return { ...wanted, step_ms: null };
     const { step_ms, batch } = Words.exampleOf(data, wanted);

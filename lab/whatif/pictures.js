@@ -147,7 +147,8 @@ const Pictures = (() => {
   /**
    * Draw a picture now, and again whenever its element's width changes.
    *
-   * paint(drawing) adds parts and stops to {width, parts, stops} and returns the height.
+   * paint(drawing) adds to {width, parts, items} and returns the height. items: what tells a number
+   * to the pointer, {x, y, width, height, lines}; lines() are a heading and what follows.
    */
   function show(svg, title, paint) {
     if (!frames.has(svg)) {
@@ -168,102 +169,43 @@ const Pictures = (() => {
     requestAnimationFrame(() => redraw(svg));
   }
 
-  /** Draw what was shown last. The stop that has the focus keeps it. */
+  /** Draw what was shown last. */
   function redraw(svg) {
     const frame = frames.get(svg);
-    const focused = focusedStop(svg);
     const width = Math.max(LEAST_WIDTH, Math.round(frame.outerWidth));
     const parts = element("g", {
       "aria-hidden": "true", "font-size": TEXT, fill: INK, "stroke-width": 0.8,
     });
-    const drawing = { width, parts, stops: [] };
+    const drawing = { width, parts, items: [] };
     const height = Math.max(LEAST_HEIGHT, Math.ceil(frame.paint(drawing)));
-    Object.assign(frame, { width, height, stops: drawing.stops, item: null });
+    Object.assign(frame, { width, height, items: drawing.items, item: null });
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    const stops = drawing.stops.map((stop) => stopElement(svg, stop));
-    svg.replaceChildren(parts, ...stops, element("g", { class: "tip", "aria-hidden": "true" }));
-    stops[focused]?.focus({ preventScroll: true });
+    svg.replaceChildren(parts, element("g", { class: "tip", "aria-hidden": "true" }));
   }
 
-  // -- focus and pointer ------------------------------------------------------------------------
-
-  /**
-   * Let pointer and keys reach items that tell a number.
-   *
-   * One stop of the Tab key holds several items; arrow keys go from one to the next.
-   * items: {x, y, width, height, lines}; lines() are a heading and what follows. current: the item
-   * that comes first.
-   */
-  function addStop(drawing, label, items, current = 0) {
-    if (items.length) drawing.stops.push({ label, items, current });
-  }
-
-  function stopElement(svg, stop) {
-    // Screen readers pass arrow keys on to a slider, and read its text at each change.
-    const made = element("rect", {
-      class: "stop", tabindex: 0, role: "slider", "aria-label": `${stop.label} (arrow keys)`,
-      "aria-valuemin": 1, "aria-valuemax": stop.items.length, fill: "none",
-    });
-    describeItem(made, stop);
-    made.addEventListener("focus", () => tell(svg, stop.items[stop.current]));
-    made.addEventListener("blur", () => tell(svg, null));
-    made.addEventListener("keydown", (event) => onKey(svg, stop, event));
-    return made;
-  }
-
-  /** Put a stop where its current item is, and write that into what screen readers read. */
-  function describeItem(made, stop) {
-    const item = stop.items[stop.current];
-    setAttributes(made, {
-      ...boxAround(item, 0), "aria-valuenow": stop.current + 1,
-      "aria-valuetext": item.lines().join(", "),
-    });
-  }
+  // -- the pointer: keys and screen readers have the tables ----------------------------------------
 
   const boxAround = ({ x, y, width, height }, margin) => ({
     x: round(x - margin), y: round(y - margin), width: round(width + 2 * margin),
     height: round(height + 2 * margin),
   });
 
-  function onKey(svg, stop, event) {
-    if (event.key === "Escape") tell(svg, null);
-    const last = stop.items.length - 1;
-    const targets = {
-      ArrowRight: stop.current + 1, ArrowUp: stop.current + 1, ArrowLeft: stop.current - 1,
-      ArrowDown: stop.current - 1, PageUp: stop.current + 10, PageDown: stop.current - 10,
-      Home: 0, End: last,
-    };
-    if (!(event.key in targets) || event.ctrlKey || event.altKey || event.metaKey) return;
-    event.preventDefault();
-    stop.current = within(targets[event.key], 0, last);
-    describeItem(event.currentTarget, stop);
-    tell(svg, stop.items[stop.current]);
-  }
-
   function listen(svg) {
     svg.addEventListener("pointermove", (event) => tell(svg, itemAt(svg, event)));
     svg.addEventListener("pointerdown", (event) => tell(svg, itemAt(svg, event)));
-    svg.addEventListener("pointerleave", () => {
-      const stop = frames.get(svg).stops[focusedStop(svg)];
-      tell(svg, stop ? stop.items[stop.current] : null);
-    });
-  }
-
-  /** Return the place of the stop that has the focus, or -1. */
-  function focusedStop(svg) {
-    return [...svg.querySelectorAll(".stop")].indexOf(document.activeElement);
+    svg.addEventListener("pointerleave", () => tell(svg, null));
   }
 
   /** Return the item under the pointer, or the nearest one within reach, or null. */
   function itemAt(svg, event) {
-    const { stops, width } = frames.get(svg);
+    const { items, width } = frames.get(svg);
     const box = svg.getBoundingClientRect();
     const factor = width / box.width;
     const x = (event.clientX - box.left) * factor;
     const y = (event.clientY - box.top) * factor;
     let nearest = null;
     let least = REACH;
-    for (const item of stops.flatMap((stop) => stop.items)) {
+    for (const item of items) {
       const across = Math.max(item.x - x, 0, x - item.x - item.width);
       const down = Math.max(item.y - y, 0, y - item.y - item.height);
       const distance = Math.hypot(across, down);
@@ -413,8 +355,7 @@ const Pictures = (() => {
     passes.forEach(({ name }, index) =>
       addBoxes(drawing, `pass ${name}`, [computing[index]], { fill: SECTIONS[name] }));
     addBoxes(drawing, "waits", waits, { fill: WAIT });
-    const items = [...computing, ...waits].sort((item, other) => item.x - other.x);
-    addStop(drawing, `computing, ${Words.counted(items.length, "part")}`, items);
+    drawing.items.push(...computing, ...waits);
     return y + ROW;
   }
 
@@ -439,7 +380,7 @@ const Pictures = (() => {
     addPath(drawing, "lines", lines.join(""), { stroke: PAPER });
     addPath(drawing, "ready", ready.join(""), { stroke: INK });
     addMessageTexts(drawing, items);
-    addStop(drawing, Words.counted(items.length, "message"), items);
+    drawing.items.push(...items);
     return y + ROW + LINE;
   }
 
@@ -574,16 +515,14 @@ const Pictures = (() => {
     for (const { nodes, value, style } of measured) {
       addMarker(drawing, "measured", style, plot.x(nodes), plot.y(value), 4.4, HOLLOW);
     }
-    for (const { strategy, style, points, nodes: own } of curves) {
-      const items = points.map((point) => itemOf(plot, point));
-      const reader = points.findIndex((point) => point.nodes === own);
-      const { nodes, value } = points[reader];
+    for (const { style, points, nodes: own } of curves) {
+      const { nodes, value } = points.find((point) => point.nodes === own);
       const ring = { marker: CIRCLE, color: style.color };
       const ink = { stroke: INK, "stroke-width": 1.5 };
       addMarker(drawing, "reader", ring, plot.x(nodes), plot.y(value), 4.4, ink);
-      addStop(drawing, `${strategy}, ${Words.counted(items.length, "point")}`, items, reader);
+      drawing.items.push(...points.map((point) => itemOf(plot, point)));
     }
-    addStop(drawing, "measured", measured.map((point) => itemOf(plot, point)));
+    drawing.items.push(...measured.map((point) => itemOf(plot, point)));
     const top = BOTTOM + 42;
     const signs = curveSigns(drawing, plot, curves, measured);
     for (const { value } of aims) {

@@ -262,7 +262,9 @@ const Words = (() => {
     const messages = period > 1 ? `All messages of ${period} steps` : "All messages";
     const term = best(Object.keys(terms), (name) => terms[name]);
     const inside = term === "bandwidth" && state.ranks_per_node > 1 ? ", between nodes and inside" : "";
-    const detail = `${messages} take ${duration(sum)}, ${ofAll(terms[term] / sum)} of that for ${data.terms[term]}${inside}.`;
+    const isSaid = duration(sum) === duration(row.sync_seconds);
+    const all = isSaid ? "Of their time" : `${messages} take ${duration(sum)}; of that`;
+    const detail = `${all} ${ofAll(terms[term] / sum)} is for ${data.terms[term]}${inside}.`;
     return { limit: `${data.limits[limiter(data, state, row, terms)]}. ${added(row)}`, detail };
   }
 
@@ -383,8 +385,9 @@ const Words = (() => {
     const found = points.findLast((point) => 100 * point.efficiency >= least);
     const target = `an efficiency of ${three(least)} %`;
     if (found === undefined) return `No number of nodes reaches ${target}.`;
-    const all = found === points.at(-1) ? `, the most tried,` : "";
-    return `${counted(found.nodes, "node")}${all} ${found.nodes === 1 ? "is" : "are"} the most with ${target}.`;
+    const nodes = counted(found.nodes, "node");
+    if (found === points.at(-1)) return `${nodes}, the most that are tried, still have ${target}.`;
+    return `No more than ${nodes} can have ${target}.`;
   }
 
   function stepTarget(points, seconds) {

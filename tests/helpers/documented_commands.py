@@ -74,10 +74,13 @@ CHECKS = {
     r"lab learn \d+ --check": Elsewhere("tests/lab/learn checks the solution of every lesson"),
     r" learn/\d\d_": Elsewhere("tests/lab/learn runs the solutions, and draws"),
     "--predict ANSWER": Elsewhere("ANSWER stands for the student's own number; tests/lab/learn"),
-    "main_gather": Elsewhere("tests/lab/learn/test_your_own_program.py runs and audits it"),
-    "lab learn": quick(prints=r"Wrote learn/|stays as it is|Kept: "),
+    "main_gather|homework/main": Elsewhere(
+        "tests/lab/learn/test_your_own_program.py runs and audits it"
+    ),
+    "lab learn": quick(prints=r"Wrote (learn|homework)/|stays as it is|Kept: "),
     # lab
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),
+    "predict .*--figure": slow(prints="No network can bring"),
     "predict --nodes 256 ": slow(prints=r"none +4,096 +595 "),
     "predict --nodes 1000 ": slow(prints=r"ddp .* 166 +3,756 "),
     "predict --nodes 10000 ": slow(prints=r"54\.2 %(.|\n)*98\.7 %"),

@@ -162,13 +162,18 @@ def test_names_of_hosts_in_any_encoding_are_kept(tmp_path, monkeypatch):
     assert written == b"10.0.0.1 a\n" + of_system.read_bytes()
 
 
-def test_a_figure_that_does_not_fit_leaves_the_earlier_one(tmp_path):
-    figure = tmp_path / "b.png"
-    figure.write_text("earlier")
-    with room_for(1000), pytest.raises(UserError, match=r"b\.png could not be written"):
-        save(plt.figure(), tmp_path / "b")
-    assert [*tmp_path.iterdir()] == [figure]
-    assert figure.read_text() == "earlier"
+def test_a_figure_that_does_not_fit_leaves_the_earlier_one(tmp_path, capsys):
+    """One of a prediction, and one of a report."""
+    predicted, reported = tmp_path / "a.png", tmp_path / "b.png"
+    for figure in (predicted, reported):
+        figure.write_text("earlier")
+    with room_for(1000):
+        assert main(["predict", "--nodes", "2", "--figure", str(predicted)]) == 2
+        assert f"{predicted} could not be written" in capsys.readouterr().err
+        with pytest.raises(UserError, match=r"b\.png could not be written"):
+            save(plt.figure(), tmp_path / "b")
+    assert sorted(tmp_path.iterdir()) == [predicted, reported]
+    assert {figure.read_text() for figure in (predicted, reported)} == {"earlier"}
 
 
 @pytest.mark.parametrize(

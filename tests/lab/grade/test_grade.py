@@ -320,6 +320,19 @@ def test_a_command_of_the_map_is_run_shown_and_costs_what_the_rubric_says(
         assert wrong in grade({}, *flags).error
 
 
+def test_what_the_rubric_provides_comes_last_on_the_path_and_is_part_of_the_key(
+    grade, ran, tasks, tmp_path
+):
+    (tmp_path / "starter").mkdir()
+    rubric = f'provides = "starter"\nenvironment.PYTHONPATH = "/own"\n{RUBRIC}'
+    grade({"ada": {"part2": "right"}}, "--no-sandbox", rubric=rubric)
+    (tmp_path / "starter/model.py").write_text("x = 1")
+    for _ in range(2):
+        grade({}, "--no-sandbox", rubric=rubric)
+    paths = [task.environment["PYTHONPATH"] for task in tasks]
+    assert paths == 2 * [f"/own:{tmp_path}/starter"]
+
+
 def test_tables_are_written_after_each_part_and_each_reader_has_his_own_sentence(
     grade, ran, tmp_path, monkeypatch
 ):

@@ -10,6 +10,8 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.image import imread
 from rich.console import Console
 
 from common.models import build_model
@@ -24,6 +26,7 @@ from lab.predict.own_model import with_gradient_bytes, with_own_model, with_own_
 from lab.predict.priors import load_priors
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
+from lab.strategy_style import color
 from lab.units import parse_latency, parse_parameters, parse_rate
 from tests.helpers import ROOT
 
@@ -266,6 +269,8 @@ def test_rates_and_latencies_are_read(parse, text, value):
         ("--rate-inside 100gbit", "--ranks-per-node"),
         ("--parameters 25M --step-time 1s --batch 8 --sync-batchnorm on", "give --model in place"),
         ("--sync-batchnorm sometimes", "on"),
+        ("--sync ring --figure FOLDER/steps.gif", "ends in .png"),
+        ("--sync ring --figure FOLDER/missing/steps.png", "a folder that exists"),
     ],
 )
 def test_bad_input_is_named_with_what_to_do(words, said, tmp_path, capsys):
@@ -331,6 +336,54 @@ def test_a_terminal_of_80_columns_cuts_nothing(scaling, monkeypatch):
     tables = [line for line in lines if {*line.split()[:1]} & {*STRATEGIES}]
     assert len(tables) == 3 * len(STRATEGIES)
     assert max(map(len, tables)) <= 80
+
+
+def test_the_figure_has_a_line_for_each_strategy(tmp_path):
+    assert predict("--scaling", "weak", "--figure", tmp_path / "steps.svg") == 0
+    drawn = (tmp_path / "steps.svg").read_text(encoding="utf-8")
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", drawn)
+    names = [name for text in texts for name in text.split(", ") if name in STRATEGIES]
+    # one label beside each of the three panels
+    assert sorted(names) == sorted([*STRATEGIES] * 3)
+    assert {"Gbit/s of each link, 8 nodes", "you"} <= {text.strip() for text in texts}
+    # two strategies whose lines coincide share a label
+    assert "gather_scatter, gather_scatter_flat" in texts
+    assert {"100,000", "seconds a step", "efficiency", "Weak scaling, predicted"} <= set(texts)
+    assert any(REFERENCE.name in text for text in texts)
+    assert predict("--sync", "ring", "--figure", tmp_path / "steps.PNG") == 0
+    assert len(imread(tmp_path / "steps.PNG", format="png")) > 600
+
+
+@pytest.mark.parametrize(
+    ("names", "banded"),
+    [
+        (["ddp"], ["ddp"]),
+        (["ring", "ddp_powersgd", "gather_scatter"], ["ring", "ddp_powersgd", "gather_scatter"]),
+        (list(STRATEGIES), ["overlapped"]),  # with ddp's curve, the answer's
+    ],
+)
+def test_the_figure_has_a_band_for_the_interval(names, banded, tmp_path, monkeypatch):
+    """Of many strategies only the answer's has one; its ends are those of the table."""
+    bands = []
+    fill_between = Axes.fill_between
+
+    def noted(axis, numbers, lows, highs, **style):
+        ends = zip(lows, highs, strict=True)
+        bands.append((axis.get_ylabel(), style["color"], dict(zip(numbers, ends, strict=True))))
+        return fill_between(axis, numbers, lows, highs, **style)
+
+    monkeypatch.setattr(Axes, "fill_between", noted)
+    assert predict("--sync", *names, "--figure", tmp_path / "steps.svg") == 0
+    assert sorted(drawn for _, drawn, _ in bands) == sorted(3 * [color(name) for name in banded])
+    row = table([8], banded[:1])[banded[0], 8]
+    own = [(label, ends) for label, drawn, ends in bands if drawn == color(banded[0])]
+    for label, ends in own:
+        if label == "efficiency":
+            assert ends[8] == pytest.approx([end / 8 for end in row.speedup_range])
+            continue
+        number = 8 if 8 in ends else 1.0  # nodes, or Gbit/s
+        assert ends[number] == pytest.approx([row.low_seconds, row.high_seconds])
+    assert "80 % intervals" in (tmp_path / "steps.svg").read_text()
 
 
 def test_the_reference_says_that_it_is_not_this_machine(capsys, monkeypatch, tmp_path):
