@@ -84,6 +84,8 @@ def main_grade(args: argparse.Namespace) -> int:
         say(f"written: {args.zip}; upload it as the assignment's autograder on Gradescope")
         return 0
     rubric = load_rubric(args.rubric)
+    if args.self:
+        rubric = _own_check(args, rubric)
     _check(args, rubric)
     submissions = named(args.submissions)
     out = args.out.absolute()
@@ -110,7 +112,26 @@ def main_grade(args: argparse.Namespace) -> int:
                 f"{count(len(submissions), 'submission')}, {count(by_hand, 'part')} to look at by "
                 f"hand; see {out / 'class.html'} and {out / 'class.csv'}"
             )
+    if args.self:
+        _say_reasons(book)
     return 0
+
+
+def _own_check(args: argparse.Namespace, rubric: Rubric) -> Rubric:
+    """Set the flags for a student's own check, and return the rubric without its hidden parts."""
+    args.no_sandbox = True
+    args.submissions = args.submissions or [Path.cwd()]
+    shown = {name: part for name, part in rubric.parts.items() if not part.hidden}
+    return msgspec.structs.replace(rubric, parts=shown)
+
+
+def _say_reasons(book: "Gradebook") -> None:
+    """Print all marks for a student, with the reasons that his page gives."""
+    for place in book.seen:
+        mark = book.mark(place)
+        say(f"{mark.title}: {pages.marks_text(mark)}")
+        for reason in [*mark.why, *(look.for_student for look in mark.look)]:
+            say(f"  {calm(reason)}")
 
 
 def _check(args: argparse.Namespace, rubric: Rubric) -> None:

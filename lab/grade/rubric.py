@@ -67,6 +67,7 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     accepts : faults that this course asks for, and why.
     demands : notices that are faults in this course.
     environment : variables for its processes; they come before those of the rubric.
+    hidden : whether ``--self``, a student's own check, leaves it out.
     """
 
     title: Text
@@ -84,6 +85,7 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     accepts: dict[str, Text] = {}
     demands: list[Text] = []
     environment: dict[str, Text | int] = {}
+    hidden: bool = False
 
     @property
     def is_driven(self) -> bool:
