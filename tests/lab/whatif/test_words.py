@@ -63,7 +63,7 @@ CASES: list[tuple[dict[str, Any], dict[str, list[str]]]] = [
             "error": ["median of", "!None of"],
         },
     ),
-    ({"nodes": 64}, {"limit": ["latency", "92 %"], "error": ["None of"]}),
+    ({"nodes": 64}, {"limit": ["latency", "89 %"], "error": ["None of"]}),
     ({"focus": "all_reduce", "latency_us": 5000, "nodes": 16}, {"limit": ["latency"]}),
     ({"focus": "gather_scatter"}, {"limit": ["software"], "detail": ["rank 0's link"]}),
     ({"focus": "gather_scatter", "rate_gbit": 1}, {"limit": ["Rank 0's link"]}),
