@@ -11,7 +11,7 @@ it, the ranks agree on them before each epoch, or, if only the batches tell, whi
 computes in turn. ``start_at(step)`` skips the first steps of the next epoch.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -137,11 +137,14 @@ def own_sizes(loader: Iterable[MicroBatch]) -> list[int] | None:
 
 def agreed_sizes(
     world: World, loader: Iterable[MicroBatch], accumulation_steps: int
-) -> list[int] | None:
+) -> Sequence[int] | None:
     """Return the samples of each step over all ranks; None if a rank cannot tell. Collective.
 
-    One message for a whole epoch, so that no step needs one.
+    Unless the loader knows them, a message for a whole epoch, so that no step needs one.
     """
+    known = getattr(loader, "global_batch_sizes", None)
+    if known is not None:
+        return known
     sizes = own_sizes(loader)
     knowing, batches = start_all_reduce(world, [sizes is not None, len(sizes or [])])()
     if sizes is None or knowing < world.size or batches != world.size * len(sizes):

@@ -460,9 +460,7 @@ class TrainingEngine:
             self.shards = batchnorm.ShardStatistics(unwrap(self.model), shards)
         self.set_training_mode()
         self.timer.begin()
-        sizes = getattr(loader, "global_batch_sizes", None)
-        if sizes is None:
-            sizes = agreed_sizes(self.world, loader, self.accumulation_steps)
+        sizes = agreed_sizes(self.world, loader, self.accumulation_steps)
         steps_left = None if max_steps is None else max(0, max_steps - self.step)
         steps = itertools.islice(itertools.count(start_step), steps_left)
         counts = self._global_counts(loader, sizes)
@@ -650,9 +648,7 @@ class TrainingEngine:
                 if counts and index == last:
                     count.start(sum(numbers[1 :: len(Numbers._fields)]))
                 with timer.section("backward"):
-                    weight = result.count * self.world.size / count.expected
-                    even = isinstance(weight, float) and weight == 1
-                    loss = result.loss if even else result.loss * weight
+                    loss = count.weighted(result)
                     self.scaler.scale(loss).backward()  # adds to p.grad
         with timer.section("sync"):
             self.sync.synchronize(self.model)  # p.grad becomes the mean over all ranks
@@ -660,16 +656,20 @@ class TrainingEngine:
         if self.claim is not None and self.claim.watching:
             self.claim.take_synchronised()
         with timer.section("update"):
-            if self.emulation is not None:
-                self.emulation.update(self.sync.plan.update_share(self.world.size))
-                unknown = {"loss": math.nan, "correct": math.nan}
-                emulated = [row._replace(**unknown) for row in rows_of(numbers)]
-                return [*itertools.chain.from_iterable(emulated), 0.0]
-            gradient_norm = self._unscale_and_clip(correction)
-            self.scaler.step(self.optimizer)  # skips a step whose fp16 gradients overflowed
-            self.scaler.update()
-            if self.scheduler is not None and not self._scheduler_by_epoch:
-                self.scheduler.step()
+            return self._update(numbers, correction)
+
+    def _update(self, numbers: list[Any], correction: Tensor | None) -> list[Any]:
+        """Update the weights; return the step's ``numbers``, with the gradients' norm."""
+        if self.emulation is not None:
+            self.emulation.update(self.sync.plan.update_share(self.world.size))
+            unknown = {"loss": math.nan, "correct": math.nan}
+            emulated = [row._replace(**unknown) for row in rows_of(numbers)]
+            return [*itertools.chain.from_iterable(emulated), 0.0]
+        gradient_norm = self._unscale_and_clip(correction)
+        self.scaler.step(self.optimizer)  # skips a step whose fp16 gradients overflowed
+        self.scaler.update()
+        if self.scheduler is not None and not self._scheduler_by_epoch:
+            self.scheduler.step()
         return [*numbers, gradient_norm]
 
     def _unscale_and_clip(self, correction: Tensor | None) -> Tensor:
@@ -681,10 +681,9 @@ class TrainingEngine:
         gradients = [p.grad for p in updated if p.grad is not None]
         if correction is not None and gradients:
             torch._foreach_mul_(gradients, correction)
-        if not gradients:
-            return torch.zeros(())
         if self._clip_norm is None:  # a rank's own part shows whether it is finite
-            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+            return torch.linalg.vector_norm(torch.stack(norms))
         norm = self.sync.gradient_norm(gradients)
         clip_grads_with_norm_(updated, self._clip_norm, norm)
         return norm

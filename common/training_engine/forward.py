@@ -264,6 +264,13 @@ class GlobalCount:
         self._work: Any = None
         self._total: Tensor | None = None
 
+    def weighted(self, result: Result) -> Tensor:
+        """Return the loss times its share of the global batch times the number of ranks."""
+        if isinstance(result.count, Tensor):  # first, since a whole number / n would be float32
+            return result.loss * result.count * (self._world.size / self.expected)
+        weight = result.count * self._world.size / self.expected
+        return result.loss if weight == 1 else result.loss * weight
+
     def start(self, count: Count) -> None:
         """Send this rank's count. Collective; does not wait."""
         self._total = torch.as_tensor(count, dtype=torch.float64, device=self._world.device).clone()
