@@ -423,7 +423,7 @@ def _two_groups(model: nn.Module) -> Any:
     values = list(model.parameters())
     half = len(values) // 2
     return [
-        {"params": values[:half], "lr": 0.05},
+        {"params": values[:half], "lr": 0.05, "weight_decay": 0.02},
         {"params": values[half:], "lr": 0.01, "weight_decay": 0.0},
     ]
 

@@ -3,6 +3,7 @@
 ``parse_command`` looks at it once; ``AuditCommand.processes`` gives the commands to start.
 """
 
+import os
 import re
 import shlex
 import sysconfig
@@ -72,9 +73,13 @@ class AuditCommand:
         ]
 
     def user_folder(self, cwd: Path) -> Path:
-        """Return the folder of the user's code: the script's, or ``cwd`` if that is above it."""
-        scripts = [cwd / word for word in self.words if word.endswith(".py")]
-        script = next(filter(Path.is_file, scripts), None)
+        """Return the folder of the user's code: the script's, or ``cwd`` if that is above it.
+
+        A relative path comes before an absolute one: what starts the script, as a course's driver.
+        """
+        words = [word for word in self.words if word.endswith(".py")]
+        words.sort(key=os.path.isabs)
+        script = next(filter(Path.is_file, map(cwd.joinpath, words)), None)
         folder = cwd if script is None else script.resolve().parent
         # then Python's own modules would count as the user's
         holds_python = Path(sysconfig.get_path("stdlib")).is_relative_to(cwd)

@@ -131,7 +131,7 @@ def reset_forked_state(environment: Mapping[str, str], target: Path) -> None:
     import numpy as np
     import torch
 
-    # At its end torch would clear what the supervisor has imported, for a tenth of a second.
+    # Else its end removes the supervisor's temporary folders, and clears torch, which takes longer.
     for inherited in weakref.finalize._registry:  # type: ignore[attr-defined]  # private
         inherited.atexit = False
     np.random.seed(None)  # all forks of one process would draw the same numbers

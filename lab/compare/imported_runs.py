@@ -212,8 +212,8 @@ def _unfinished(folder: Path) -> str:
     if holder:
         return f"{folder} has not finished: {progress} recorded, and {holder} still runs"
     return (
-        f"{folder} has not finished: it ended after {progress}. The same command with --resume "
-        "auto finishes it, if it has a checkpoint"
+        f"{folder} has not finished: it ended after {progress}, before its summary. The same "
+        "command with --resume auto finishes it, if it has a checkpoint"
     )
 
 

@@ -54,6 +54,11 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
                 "help": "run the submissions with your own rights, or for root with those of an "
                 "ordinary user, as in a container that holds nothing else",
             },
+            "--self": {
+                "action": "store_true",
+                "help": "a student's check before handing in: marks this folder, or those given, "
+                "without a sandbox and without the parts that the rubric hides",
+            },
             "--zip": {
                 "type": Path,
                 "metavar": "FILE",

@@ -67,6 +67,7 @@ class Refusal(msgspec.Struct):
     printed : the ends of what all ranks printed.
     alone : whether the ranks trained, each by itself.
     sources : the texts of the script and of what lies beside it.
+    written : those of the student's shell scripts and notes.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Refusal(msgspec.Struct):
     printed: str
     alone: bool
     sources: list[str]
+    written: list[str] = []
 
     @property
     def text(self) -> str:
@@ -104,6 +106,7 @@ def refusal_of(task: Task, result: AuditResult, folder: Path) -> Refusal | None:
         printed="\n".join(_text(log, last_bytes=_MOST_PRINTED) for log in logs),
         alone=alone,
         sources=[_text(file, last_bytes=_MOST_SCRIPT) for file in _sources(task)],
+        written=[_text(file, last_bytes=_MOST_PRINTED) for file in _notes(task)],
     )
 
 
@@ -119,6 +122,15 @@ def _sources(task: Task) -> list[Path]:
     script = Path(task.submission) / task.script
     beside = [file for file in sorted(script.parent.glob("*.py")) if file.is_file()]
     return [script, *(file for file in beside[:_MOST_SOURCES] if file != script)]
+
+
+def _notes(task: Task) -> list[Path]:
+    """Return the shell scripts and notes of a submission, those beside the script first."""
+    top = Path(task.submission)
+    beside = (top / task.script).parent
+    notes = [path for kind in ("*.sh", "*.md", "*.txt") for path in sorted(top.rglob(kind))]
+    notes.sort(key=lambda path: path.parent != beside)
+    return [path for path in notes if path.is_file()][:_MOST_SOURCES]
 
 
 def _text(path: Path, *, last_bytes: int) -> str:
@@ -194,15 +206,19 @@ def _folder_name(folder: Path, top: Path) -> str:
 def _own_module(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     """Let it import a module that lies in another folder of the submission."""
     match = re.search(r"No module named '?([\w.]+)", refusal.text)
-    if match is None or "PYTHONPATH" in task.environment:
+    if match is None:
         return None
+    search = task.environment.get("PYTHONPATH", "")
     name = match[1].strip(".").partition(".")[0]
     if not name:
         return None
     top = Path(task.submission)
     for found in sorted([*top.rglob(f"{name}.py"), *top.rglob(name)]):
         if (found.is_file() and found.suffix == ".py") or found.is_dir():
-            environment = task.environment | {"PYTHONPATH": str(found.parent)}
+            folders = [str(found.parent), *filter(None, search.split(":"))]
+            if str(found.parent) in folders[1:]:
+                return None
+            environment = task.environment | {"PYTHONPATH": ":".join(folders)}
             changed = msgspec.structs.replace(task, environment=environment)
             return changed, str(found.relative_to(top))
     return None
@@ -403,6 +419,49 @@ def _named(value: ast.expr, name: str) -> dict[int, str]:
     return {int(numbers[0]): name} if len(numbers) == 1 else {}
 
 
+def _own_command(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
+    """Start it as its author wrote in a shell script or in notes, for each rank."""
+    script = re.escape(Path(task.script).name)
+    line = re.compile(rf"^(.*)\b{script}[ \t]([^\n`&|;>#]*)", re.MULTILINE)
+    for text in refusal.written:
+        commands = [found for found in line.findall(text) if re.search("python|torchrun", found[0])]
+        if not commands:
+            continue
+        rows = [re.split(r"[ \t=]+", arguments.strip()) for _, arguments in commands]
+        rows = [row for row in rows if len(row) == len(rows[0])]
+        arguments = [_of_any_rank(task, rows, place) for place in range(len(rows[0]))]
+        start = task.words[: _script_place(task) + 1]
+        if re.search("torchrun|torch.distributed", commands[0][0]):
+            start = [task.program, "-m", "torch.distributed.run", start[-1]]
+        elif "{rank}" not in arguments:
+            continue
+        return msgspec.structs.replace(task, words=[*start, *filter(None, arguments)]), ""
+    return None
+
+
+def _of_any_rank(task: Task, rows: Sequence[Sequence[str]], place: int) -> str:
+    """Return what stands at a place of a command for one or for several ranks, for any rank.
+
+    rows : the arguments of each command, with one length.
+    """
+    word = rows[0][place]
+    before = rows[0][place - 1] if place else ""
+    if word.startswith("-"):
+        return word
+    is_value = before.startswith("-")
+    named = before if is_value else word  # a shell's variable, or a name in place of a value
+    if value := _wanted([_plain(named)], task, required=False):
+        return value
+    if len({row[place] for row in rows}) > 1:
+        return "{rank}"
+    if re.fullmatch(r"\d+\.\d+\.\d+\.\d+", word):
+        return "{master}"
+    if word.startswith("tcp://"):
+        return _URL
+    counts_ranks = len(rows) > 1 and word == str(len(rows))
+    return "{nodes}" if counts_ranks and not is_value else word
+
+
 # --- another address, launcher or environment ---
 
 
@@ -570,4 +629,5 @@ DEMANDS = (
     Demand("started once, since it starts its ranks itself", _own_ranks),
     Demand("in a network with {0}", _network),
     Demand("with a new folder {0}", _output_folder),
+    Demand("as its author says", _own_command),
 )

@@ -30,6 +30,7 @@ from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
 from lab.grade import gradescope, judge, ordinary_user, pages
+from lab.grade.convert import make_scripts
 from lab.grade.driven import PLACEHOLDER, RUNNER, driver_words
 from lab.grade.facts import CANNOT_TELL, Facts, Look
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
@@ -83,6 +84,8 @@ def main_grade(args: argparse.Namespace) -> int:
         say(f"written: {args.zip}; upload it as the assignment's autograder on Gradescope")
         return 0
     rubric = load_rubric(args.rubric)
+    if args.self:
+        rubric = _own_check(args, rubric)
     _check(args, rubric)
     submissions = named(args.submissions)
     out = args.out.absolute()
@@ -109,7 +112,26 @@ def main_grade(args: argparse.Namespace) -> int:
                 f"{count(len(submissions), 'submission')}, {count(by_hand, 'part')} to look at by "
                 f"hand; see {out / 'class.html'} and {out / 'class.csv'}"
             )
+    if args.self:
+        _say_reasons(book)
     return 0
+
+
+def _own_check(args: argparse.Namespace, rubric: Rubric) -> Rubric:
+    """Set the flags for a student's own check, and return the rubric without its hidden parts."""
+    args.no_sandbox = True
+    args.submissions = args.submissions or [Path.cwd()]
+    shown = {name: part for name, part in rubric.parts.items() if not part.hidden}
+    return msgspec.structs.replace(rubric, parts=shown)
+
+
+def _say_reasons(book: "Gradebook") -> None:
+    """Print all marks for a student, with the reasons that his page gives."""
+    for place in book.seen:
+        mark = book.mark(place)
+        say(f"{mark.title}: {pages.marks_text(mark)}")
+        for reason in [*mark.why, *(look.for_student for look in mark.look)]:
+            say(f"  {calm(reason)}")
 
 
 def _check(args: argparse.Namespace, rubric: Rubric) -> None:
@@ -192,6 +214,7 @@ class Gradebook:
             for part_name in self.rubric.parts:
                 self.seen[name, part_name] = problem
             return {}
+        converted = make_scripts(copy)
         tasks: dict[Place, Task] = {}
         rows = {
             part: scripts.get((name, part), ScriptRow(name, part, "")) for part in self.rubric.parts
@@ -203,15 +226,17 @@ class Gradebook:
             if isinstance(script, Look):
                 self.seen[place] = script
                 continue
-            tasks[place] = _task(
+            task = _task(
                 self.rubric,
                 part_name,
                 copy,
                 script,
                 self.out / "submissions" / name / f"{part_name}.json",
                 row,
+                converted.get(script, ""),
                 sandboxed=self.sandboxed,
             )
+            tasks[place] = task
         return tasks
 
     def mark(self, place: Place) -> Mark:
@@ -259,16 +284,21 @@ def _task(
     script: Path,
     facts: Path,
     row: ScriptRow,
+    converted: str,
     *,
     sandboxed: bool,
 ) -> Task:
     """Return what to run of a submission; its key stays the same as long as the outcome does.
 
     name : of the part. row : by --map; what it says replaces what the rubric says.
+    converted : how the script differs from what was handed in; "" if it does not.
     """
     part = rubric.parts[name]
     start = parse_command(row.command or part.command)
     program, *arguments = start.words
+    changes = [converted] if converted else []
+    if row.command:
+        changes.append("with a command given by the grader")
     words = [shutil.which(program, path=_environment()["PATH"]) or program]
     filled = {"{script}": [script.name], PLACEHOLDER: driver_words(Path(rubric.driver), name)}
     for argument in arguments:
@@ -277,6 +307,17 @@ def _task(
     of_a_rank = [f"{key}={value}" for key, value in variables.items() if has_placeholder(value)]
     if of_a_rank:
         words = ["env", *of_a_rank, *words]
+    environment = {key: value for key, value in variables.items() if not has_placeholder(value)}
+    mounts = {at: str(path) for at, path in rubric.mounted().items()}
+    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit")]
+    if rubric.provides:
+        # Last on the path, and outside of the submission: a student's own file comes first, and a
+        # finding's line is his.
+        search = [environment.get("PYTHONPATH", ""), rubric.provides]
+        environment["PYTHONPATH"] = ":".join(filter(None, search))
+        sources.append(digest(Path(rubric.provides)))
+        if sandboxed:
+            mounts[rubric.provides] = rubric.provides
     # The folders and the key come last: the key must not depend on where the copies lie.
     task = Task(
         words=words,
@@ -284,19 +325,18 @@ def _task(
         submission="",
         script=str(script.relative_to(copy)),
         start=str(script.parent.relative_to(copy)),
-        environment={key: value for key, value in variables.items() if not has_placeholder(value)},
+        environment=environment,
         may_change=not row.command and not part.is_driven,
-        changes=["with a command given by the grader"] if row.command else [],
+        changes=changes,
         facts="",
         key="",
-        mounts={at: str(path) for at, path in rubric.mounted().items()},
+        mounts=mounts,
         memory_bytes=int(rubric.memory_gb * 2**30),
         disk_bytes=int(rubric.disk_gb * 2**30),
         processes=rubric.processes,
         limit_seconds=rubric.limit_seconds,
         sandboxed=sandboxed,
     )
-    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit")]
     if part.is_driven:
         task = msgspec.structs.replace(
             task, driver=rubric.driver, driven_part=name, findings=rubric.findings

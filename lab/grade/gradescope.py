@@ -70,9 +70,11 @@ def write_autograder(path: Path, name: str) -> None:
             archive.writestr(entry, text)
         source = rubric_path(name).absolute()
         archive.write(source, f"{_ASSIGNMENT}/rubric.toml")
-        driver = Path(rubric.driver)
-        if rubric.driver and not driver.is_relative_to(FOLDER):
-            archive.write(driver, f"{_ASSIGNMENT}/{driver.relative_to(source.parent)}")
+        for name in filter(None, [rubric.driver, rubric.provides]):
+            own = Path(name)
+            if not own.is_relative_to(FOLDER):
+                for file in [own, *sorted(own.rglob("*"))]:
+                    archive.write(file, f"{_ASSIGNMENT}/{file.relative_to(source.parent)}")
         for file in _project_files():
             if file.is_file() and "__pycache__" not in file.parts:
                 archive.write(file, file.relative_to(REPOSITORY))

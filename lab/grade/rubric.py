@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -67,6 +67,7 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     accepts : faults that this course asks for, and why.
     demands : notices that are faults in this course.
     environment : variables for its processes; they come before those of the rubric.
+    hidden : whether ``--self``, a student's own check, leaves it out.
     """
 
     title: Text
@@ -84,6 +85,7 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     accepts: dict[str, Text] = {}
     demands: list[Text] = []
     environment: dict[str, Text | int] = {}
+    hidden: bool = False
 
     @property
     def is_driven(self) -> bool:
@@ -98,6 +100,8 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     ----------
     driver : the file of the program that calls students' functions, see driver/checks.py; relative
         to the rubric, or one of courses/. ``load_rubric`` makes it absolute.
+    provides : a folder with the course's own files, found as the driver is; scripts import from it
+        what their submission lacks.
     findings : what the driver finds besides the audit's faults, by name; the first one comes first
         in a mark.
     expected_seconds : that a part takes on two cores, to say at the start how long it all takes.
@@ -118,6 +122,7 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     title: Text
     parts: Annotated[dict[Name, Part], Meta(min_length=1)]
     driver: Text = ""
+    provides: Text = ""
     findings: dict[Name, OwnFinding] = {}
     expected_seconds: Seconds = 60.0
     limit_seconds: Positive = 300.0
@@ -167,9 +172,10 @@ def load_rubric(name: str) -> Rubric:
     where = f"the rubric {name}"
     with file_errors(f"{where} is not TOML"):
         rubric = convert(tomllib.loads(text), Rubric, name=where)
-    if rubric.driver:
-        driver = _find_driver(rubric.driver, rubric_path(name).parent, where=where)
-        rubric = msgspec.structs.replace(rubric, driver=str(driver))
+    for key, is_there in (("driver", Path.is_file), ("provides", Path.is_dir)):
+        if named := getattr(rubric, key):
+            found = _find(named, rubric_path(name).parent, is_there, where=f"{where}: {key}")
+            rubric = msgspec.structs.replace(rubric, **{key: str(found)})
     _check_findings(rubric, where=f"{where}: findings")
     places = [os.path.normpath(at) for at in rubric.mounts]
     twice = [place for place in rubric.mounts if places.count(os.path.normpath(place)) > 1]
@@ -180,17 +186,17 @@ def load_rubric(name: str) -> Rubric:
     return rubric
 
 
-def _find_driver(file: str, folder: Path, *, where: str) -> Path:
-    """Return a driver's file: beside the rubric, or a shipped one, as of a rubric that was printed.
+def _find(file: str, folder: Path, is_there: Callable[[Path], bool], *, where: str) -> Path:
+    """Return what a rubric names: beside it, or a shipped one, as of a rubric that was printed.
 
     Raises UserError if there is none.
     """
     if ".." in Path(file).parts or Path(file).is_absolute():
-        raise UserError(f"{where}: driver: got {file!r}; give a file beside the rubric, or below")
+        raise UserError(f"{where}: got {file!r}; give a name beside the rubric, or below")
     for place in (folder / file, FOLDER / file):
-        if place.is_file():
+        if is_there(place):
             return place.absolute()
-    raise UserError(f"{where}: driver: there is no file {folder / file}: put the driver there")
+    raise UserError(f"{where}: there is no {folder / file}: put it there")
 
 
 def _check_findings(rubric: Rubric, *, where: str) -> None:

@@ -124,8 +124,8 @@ def _unpack(source: Path, target: Path) -> None:
         _unpack_tar(source, target)
     _let_everybody_read(target)  # first, so that no folder hides a link
     _refuse_links_outside(target)
-    if not any(target.rglob("*.py")):
-        raise UserError("it has no Python file")
+    if not any([*target.rglob("*.py"), *target.rglob("*.ipynb")]):
+        raise UserError("it has no Python file, and no notebook")
 
 
 def _copy_folder(source: Path, target: Path) -> None:

@@ -5,6 +5,7 @@ each thing that is right, raises ``Mistake`` with the first that is not, and ret
 lesson's question asked for, as measured, or None.
 """
 
+import gc
 import multiprocessing
 import sys
 import time
@@ -62,6 +63,7 @@ def _prepare_ranks() -> None:
     if sys.platform == "linux":
         for module in (*ranks.PRELOADED, "sklearn.datasets"):
             import_module(module)
+        gc.freeze()  # a rank's garbage collector would write to, and so copy, the shared memory
         ranks.fork_from_this_process()
 
 

@@ -177,14 +177,15 @@ def _begin_program(folder: Path) -> int:
             raise UserError(f"{folder / file.name} is there already: give --starter a new folder")
     for file in STARTER.glob("*.py"):
         shutil.copyfile(file, folder / file.name)
+    main = shlex.quote(str(folder / "main.py"))
     command = (
-        "python main.py --sync all_reduce --dataset digits --steps 6 --batch-size 24 --master-ip "
+        f"python {main} --sync all_reduce --dataset digits --steps 6 --batch-size 24 --master-ip "
         "{master} --master-port {port} --num-nodes {nodes} --rank {rank}"
     )
     say(
         f"Wrote {folder}/main.py and {folder}/model.py. Write the three functions at the top of "
-        f"main.py; its first lines say how to start it. Then check each way, here all_reduce:\n\n"
-        f"cd {shlex.quote(str(folder))}\nlab audit -- {command}"
+        "main.py; its first lines say how to start it. Then check each way, here all_reduce:\n\n"
+        f"lab audit -- {command}"
     )
     return 0
 

@@ -97,6 +97,10 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "the same step on one node where all its ranks compute, e.g. 130ms, with "
         "--ranks-per-node (default: a typical loss)",
     },
+    "--optimizer": {
+        "choices": ["sgd", "momentum", "adam", "lamb"],
+        "help": "whose update a step contains; momentum is SGD's (default: the model's usual one)",
+    },
     "--batch": {"type": int, "help": "samples of the step of --step-time"},
     "--gradient-type": {
         "choices": [*GRADIENT_BYTES],
@@ -149,6 +153,12 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "steps that you measured on such nodes: a table (.csv) with the columns nodes, "
         "strategy, global_batch, step_seconds, perhaps ranks_per_node and rate, or folders of runs",
     },
+    "--links": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "what your links pass: the output of nccl-tests (all_reduce_perf), of Gloo's "
+        "benchmark (allreduce_ring_chunked) or of iperf3 (text or --json) on two nodes or more",
+    },
     "--figure": {
         "type": Path,
         "metavar": "FILE.png",
@@ -190,6 +200,10 @@ def main_predict(args: argparse.Namespace) -> int:
     calibration = _with_own_nodes(calibration, args)
     calibrated = args.calibration is not None or not is_reference
     scenarios = _scenarios(calibration, args, calibrated=calibrated)
+    links = None
+    if args.links is not None:
+        links = _links(scenarios, args)
+        scenarios = [scenarios[0].with_beliefs(links.beliefs)]
     fitted = None
     if args.fit is not None:
         fitted = _fit(scenarios[0], args)
@@ -200,9 +214,12 @@ def main_predict(args: argparse.Namespace) -> int:
     summaries = [
         summarize(scenario, is_reference=is_reference, given=given) for scenario in scenarios
     ]
-    if fitted is not None:
-        summaries[0] += fitted.lines()
-    _show(args, plans, scenarios, summaries, fitted)
+    measured: dict[str, Any] = {}
+    for name, found in (("links", links), ("fit", fitted)):
+        if found is not None:
+            measured[name] = found
+            summaries[0] += found.lines()
+    _show(args, plans, scenarios, summaries, measured)
     return 0
 
 
@@ -211,7 +228,7 @@ def _show(
     plans: "Mapping[str, MessagePlan]",
     scenarios: "Sequence[Scenario]",
     summaries: Sequence[Sequence[str]],
-    fitted: "ClusterFit | None",
+    measured: "Mapping[str, ClusterFit]",
 ) -> None:
     """Print the predictions of each scenario as the flags ask, and draw the figure."""
     from lab.predict.printing import print_rates, print_tables
@@ -226,9 +243,20 @@ def _show(
         return
     limits = scaling_limits_of(plans, first)
     if args.json:
-        _print_json(args.rate or [None], summaries[0], tables, limits, first, fitted)
+        _print_json(args.rate or [None], summaries[0], tables, limits, first, measured)
     else:
         print_tables(summaries[0], tables[0], limits, first)
+
+
+def _links(scenarios: "Sequence[Scenario]", args: argparse.Namespace) -> "ClusterFit":
+    """Return what a benchmark says about the links of the only scenario."""
+    from lab.predict.link_files import fit_links, read_links
+
+    if len(scenarios) > 1 or scenarios[0].cluster is None:
+        raise UserError("--links: give the one --rate of these links, e.g. --rate 10gbit")
+    if args.software_gbit is not None:
+        raise UserError("--links: it says what --software-gbit says: leave one of them out")
+    return fit_links(read_links(args.links), scenarios[0])
 
 
 def _fit(scenario: "Scenario", args: argparse.Namespace) -> "ClusterFit":
@@ -283,7 +311,8 @@ def _cluster(
                 "--backend, --transport and --adapters are of links: add --rate, theirs"
             )
         return None
-    if calibrated and not chosen and args.step_time is None and args.fit is None:
+    own_steps = args.step_time is not None or args.fit is not None or args.links is not None
+    if calibrated and not chosen and not own_steps:
         return None
     return _typical_cluster(args, rate_bits)
 
@@ -331,6 +360,8 @@ def _scenarios(
 ) -> "list[Scenario]":
     """Return what is predicted: a scenario for each --rate, or one with the calibrated links."""
     from lab.predict.cluster import typical_latency
+    from lab.predict.compute_model import OPTIMIZERS
+    from lab.predict.own_model import usual_optimizer
     from lab.predict.scenario import Scenario
     from lab.units import parse_latency, parse_rate
 
@@ -366,6 +397,7 @@ def _scenarios(
             accumulation_steps=args.accumulation_steps,
             gradient_type=None if args.gradient_type == "fp32" else args.gradient_type,
             sync_batchnorm=args.sync_batchnorm == "on",
+            update_bytes=OPTIMIZERS[args.optimizer or usual_optimizer(args.model)],
         )
         scenarios.append(scenario)
     return scenarios
@@ -410,7 +442,7 @@ def _print_json(
     tables: "Sequence[Sequence[PredictedStep]]",
     limits: "Sequence[ScalingLimit]",
     scenario: "Scenario",
-    fitted: "ClusterFit | None",
+    measured: "Mapping[str, ClusterFit]",
 ) -> None:
     rows = []
     for rate, steps in zip(rates, tables, strict=True):
@@ -425,6 +457,6 @@ def _print_json(
         content["gradient_type"] = scenario.gradient_type
     if scenario.accumulation_steps > 1:
         content["accumulation_steps"] = scenario.accumulation_steps
-    if fitted is not None:
-        content["fit"] = fitted.as_json()
+    for name, found in measured.items():
+        content[name] = found.as_json()
     print(json.dumps(content, indent=1))

@@ -181,6 +181,6 @@ class TypicalCluster:
         )
 
     def inside(self, inside_bits: float | None) -> Network:
-        """Return what messages between two ranks of a node cost, with the software's latency."""
+        """Return what messages between two ranks of a node cost."""
         bits = self.values.inside_bits if inside_bits is None else inside_bits
-        return Network(self.values.message_seconds, 8 / bits)
+        return Network(self.values.inside_seconds, 8 / bits)

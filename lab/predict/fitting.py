@@ -64,7 +64,10 @@ class MeasuredStep:
 
 
 def fit(beliefs: Beliefs, cells: Sequence[MeasuredStep]) -> Beliefs:
-    """Return what is known of the priors after these measurements."""
+    """Return what is known of the priors after these measurements.
+
+    What of the steps no such cluster explains counts as noise, too, in how sure the result is.
+    """
     count = len(beliefs.priors)
     before = np.linalg.inv(beliefs.root @ beliefs.root.T)  # precision
     measured = np.array([cell.log_measured for cell in cells])
@@ -75,8 +78,11 @@ def fit(beliefs: Beliefs, cells: Sequence[MeasuredStep]) -> Beliefs:
     for _ in range(_ROUNDS):
         steps = np.array([cell.log_steps(beliefs, z[:, None] + changes) for cell in cells])
         slopes = (steps[:, 1:] - steps[:, :1]) / _DIFFERENCE
+        off = measured - steps[:, 0]
         weighted = slopes.T / MEASURED_NOISE**2
-        precision = before + weighted @ slopes
-        pull = weighted @ (measured - steps[:, 0]) - before @ (z - beliefs.mean)
-        z = z + np.clip(np.linalg.solve(precision, pull), -_FARTHEST, _FARTHEST)
+        pull = weighted @ off - before @ (z - beliefs.mean)
+        move = np.linalg.solve(before + weighted @ slopes, pull)
+        z = z + np.clip(move, -_FARTHEST, _FARTHEST)
+        noise = max(MEASURED_NOISE, float(np.std(off)))
+        precision = before + slopes.T @ slopes / noise**2
     return replace(beliefs, mean=z, root=np.linalg.cholesky(np.linalg.inv(precision)))

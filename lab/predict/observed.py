@@ -169,40 +169,40 @@ def _of_run(folder: Path) -> ObservedStep:
 
 @dataclass(frozen=True)
 class FittedCell:
-    """A measured step, and its prediction before and after the fit, in seconds."""
+    """What was measured, and its prediction before and after the fit, in seconds.
 
-    step: ObservedStep
+    about : what it is, for a reader. facts : for a program.
+    """
+
+    about: str
+    facts: Mapping[str, Any]
+    measured: float
     before: float
     after: float
 
 
 @dataclass(frozen=True)
 class ClusterFit:
-    """What measured steps said: the beliefs, each step, and the priors that moved.
+    """What measurements said: the beliefs, each measured time, and the priors that moved.
 
-    moved : each prior as it was, and as it became.
+    about : what was measured. moved : each prior as it was, and as it became.
     """
 
+    about: str
     beliefs: Beliefs
     cells: Sequence[FittedCell]
     moved: Sequence[tuple[Prior, Prior]]
 
     def as_json(self) -> dict[str, Any]:
-        """Return steps and moved priors with names."""
-        cells = [
-            {
-                "from": cell.step.where,
-                "nodes": cell.step.nodes,
-                "ranks_per_node": cell.step.ranks_per_node,
-                "sync": cell.step.strategy,
-                "global_batch": cell.step.global_batch,
-                "rate_bits": cell.step.rate_bits,
-                "measured_step_s": cell.step.step_seconds,
+        """Return measured times and moved priors with names."""
+        cells = []
+        for cell in self.cells:
+            times = {
+                "measured_step_s": cell.measured,
                 "predicted_before_s": cell.before,
                 "predicted_after_s": cell.after,
             }
-            for cell in self.cells
-        ]
+            cells.append({**cell.facts, **times})
         moved = [
             {
                 "prior": before.name,
@@ -213,15 +213,14 @@ class ClusterFit:
             }
             for before, after in self.moved
         ]
-        return {"steps": cells, "priors": moved}
+        return {"about": self.about, "steps": cells, "priors": moved}
 
     def lines(self) -> list[str]:
         """Return what a reader must know of the fit."""
-        lines = [f"fitted to {count(len(self.cells), 'measured step')}:"]
+        lines = [f"{self.about}:"]
         for cell in self.cells:
             lines.append(
-                f"  {cell.step.strategy} on {count(cell.step.nodes, 'node')}: measured "
-                f"{duration_text(cell.step.step_seconds)}, predicted "
+                f"  {cell.about}: measured {duration_text(cell.measured)}, predicted "
                 f"{duration_text(cell.before)} before and {duration_text(cell.after)} after the fit"
             )
         for before, after in self.moved:
@@ -244,22 +243,56 @@ def fit_to(
     Raises UserError if a step contradicts the scenario, or if no such cluster explains it.
     """
     assert scenario.cluster is not None
-    cells = [_cell(step, scenario, options) for step in steps]
+    named = []
+    for step in steps:
+        text = f"{step.strategy} on {count(step.nodes, 'node')}"
+        named.append((text, _facts(step), _cell(step, scenario, options)))
+    about = f"fitted to {count(len(steps), 'measured step')}"
     before = scenario.cluster.beliefs
-    after = fit(before, cells)
-    fitted = []
-    for step, cell in zip(steps, cells, strict=True):
-        was, became = np.exp(cell.log_steps(before, np.array([before.mean, after.mean]).T))
-        off = step.step_seconds / became
+    found = fit_cells(about, named, before, start=before)
+    for step, cell in zip(steps, found.cells, strict=True):
+        off = cell.measured / cell.after
         if max(off, 1 / off) > _EXPLAINED:
             raise UserError(
                 f"--fit: {step.where}: no {scenario.cluster.name} explains this step of "
-                f"{duration_text(step.step_seconds)} together with --step-time, --rate and the "
-                f"other steps: {duration_text(float(was))} is typical, and the best fit takes "
-                f"{duration_text(float(became))}. Check them"
+                f"{duration_text(cell.measured)} together with --step-time, --rate and the "
+                f"other steps: {duration_text(cell.before)} is typical, and the best fit takes "
+                f"{duration_text(cell.after)}. Check them"
             )
-        fitted.append(FittedCell(step, float(was), float(became)))
-    return ClusterFit(after, fitted, _moved(after))
+    return found
+
+
+def _facts(step: ObservedStep) -> dict[str, Any]:
+    return {
+        "from": step.where,
+        "nodes": step.nodes,
+        "ranks_per_node": step.ranks_per_node,
+        "sync": step.strategy,
+        "global_batch": step.global_batch,
+        "rate_bits": step.rate_bits,
+    }
+
+
+def fit_cells(
+    about: str,
+    steps: Sequence[tuple[str, Mapping[str, Any], MeasuredStep]],
+    before: Beliefs,
+    *,
+    start: Beliefs,
+) -> ClusterFit:
+    """Return what measured steps say, each with its words and facts (``FittedCell``).
+
+    before : what was believed. start : the same with what is known already.
+    """
+    cells = [cell for _, _, cell in steps]
+    after = fit(start, cells) if cells else start
+    fitted = []
+    for text, facts, cell in steps:
+        was = np.exp(cell.log_steps(before, before.mean[:, None]))
+        became = np.exp(cell.log_steps(after, after.mean[:, None]))
+        seconds = cell.measured_seconds
+        fitted.append(FittedCell(text, facts, seconds, was.item(), became.item()))
+    return ClusterFit(about, after, fitted, _moved(before, after))
 
 
 def _cell(step: ObservedStep, asked: Scenario, options: Mapping[str, Any]) -> MeasuredStep:
@@ -322,18 +355,19 @@ def _check(step: ObservedStep, asked: Scenario) -> None:
         )
 
 
-def _moved(after: Beliefs) -> list[tuple[Prior, Prior]]:
+def _moved(before: Beliefs, after: Beliefs) -> list[tuple[Prior, Prior]]:
     """Return the priors that moved noticeably, the farthest first, before and after."""
+    was = {prior.name: prior for prior in before.priors}
     spreads = HIGH_Z * np.sqrt(np.sum(after.root**2, axis=1))
     moved = []
     for index in np.argsort(-np.abs(after.mean)):
         prior = after.priors[index]
         mean = after.mean[index]
-        if abs(mean) < _MOVED:
+        if abs(mean) < _MOVED and prior is was[prior.name]:
             continue
         ends = prior.at(mean + spreads[index] * np.array([-1.0, 0.0, 1.0]))
-        low, typical, high = ends.tolist()
-        moved.append((prior, replace(prior, low=low, typical=typical, high=high)))
+        low, typical, high = np.minimum(ends, prior.most).tolist()
+        moved.append((was[prior.name], replace(prior, low=low, typical=typical, high=high)))
     return moved
 
 

@@ -18,6 +18,12 @@ def model_names() -> list[str]:
     return [*MODELS, *(name for name in common_models() if not name.endswith(_AS_IN_MODELS))]
 
 
+def usual_optimizer(model: str | None) -> str:
+    """Return the optimiser of ``OPTIMIZERS`` that a model is usually trained with."""
+    known = common_models().get(model or "")
+    return known.optimizer if known else "momentum"
+
+
 def with_own_model(
     calibration: Calibration,
     *,
@@ -57,11 +63,12 @@ def with_own_model(
     if parameters:
         return evenly(parameters, TENSORS).of(calibration)
     parts = parts_of(name)
+    curve = common_models().get(name + _AS_IN_MODELS) or evenly(1, 1)
     return replace(
         calibration,
         model=name,
         gradients=parts.gradients,
-        compute=spread(calibration.compute, parts.gradients),
+        compute=spread(calibration.compute, parts.gradients, curve.ready),
         batchnorm=parts.batchnorm,
     )
 

@@ -46,6 +46,16 @@ class Prior:
         return self.typical * upward * downward
 
     @property
+    def short_name(self) -> str:
+        """The name without its section: "most_gbit"."""
+        return self.name.partition(".")[2]
+
+    def holds(self, backend: str, transport: str) -> bool:
+        """Whether the section is of such clusters; transport with its generation."""
+        section = self.name.partition(".")[0]
+        return section == "any" or f"{backend}-{transport}-".startswith(f"{section}-")
+
+    @property
     def most(self) -> float:
         """The largest value that makes sense: 1 of a share."""
         return 1.0 if self.name.endswith(_SHARES) else math.inf
@@ -55,8 +65,9 @@ class Prior:
 class ClusterValues:
     """What one cluster costs, or one in each of ``DRAWS`` draws: the fields hold floats or arrays.
 
-    The names are those of priors.toml, in seconds and bits a second. ``most_bits`` is infinite, and
-    ``tree_share`` 0, where no such limit and no tree is known.
+    The names are those of priors.toml, in seconds and bits a second; ``sum_seconds`` and
+    ``update_seconds`` are of a byte. ``most_bits`` is infinite, and ``tree_share`` 0, where no such
+    limit and no tree is known.
     """
 
     fixed_share: Any
@@ -65,6 +76,8 @@ class ClusterValues:
     overlap_cost: Any
     straggler: Any
     inside_bits: Any
+    inside_seconds: Any
+    update_seconds: Any
     sum_seconds: Any
     line_share: Any
     most_bits: Any
@@ -134,12 +147,12 @@ class Beliefs:
         """
         found: dict[str, Any] = {}
         for prior, own_z in zip(self.priors, z, strict=True):
-            section, _, name = prior.name.partition(".")
             # A more special section stands below the others, and its values replace theirs.
-            if section == "any" or f"{backend}-{transport}-".startswith(f"{section}-"):
+            if prior.holds(backend, transport):
                 value = prior.at(own_z)
-                found[name] = float(value) if z.ndim == 1 else value
+                found[prior.short_name] = float(value) if z.ndim == 1 else value
         found.setdefault("root_call_us", found.get("call_us"))
+        found.setdefault("inside_us", found["message_us"])
         return ClusterValues(
             fixed_share=np.minimum(found["fixed_share"], 1.0),
             node_loss=found["node_loss"],
@@ -147,6 +160,8 @@ class Beliefs:
             overlap_cost=_at_most_one(found["overlap_cost"]),
             straggler=found["straggler"],
             inside_bits=1e9 * found["inside_gbit"],
+            inside_seconds=1e-6 * found["inside_us"],
+            update_seconds=1e-9 / found["update_gbytes"],
             sum_seconds=1e-9 / found["sum_gbytes"] if "sum_gbytes" in found else 0.0,
             line_share=_at_most_one(found["line_share"]),
             most_bits=1e9 * found.get("most_gbit", math.inf),

@@ -1,9 +1,9 @@
 """How far each strategy scales, by the cost model for up to 100,000 nodes. Imports no torch.
 
 In strong scaling all nodes share one batch, in weak scaling each node has a batch of its own. A
-speed-up is samples a second over those of one node. ``scaling_limits`` evaluates it at every number
-of nodes up to 32, and beyond that at 16 numbers in each doubling (4 % apart, powers of two among
-them). Its answers are numbers of these.
+speed-up is samples a second over those of one node, of the strategy that is fastest there.
+``scaling_limits`` evaluates it at every number of nodes up to 32, and beyond that at 16 numbers in
+each doubling (4 % apart, powers of two among them). Its answers are numbers of these.
 """
 
 import math
@@ -73,6 +73,18 @@ def most_nodes(
     return max(1, min(LARGEST_NODES, most))
 
 
+def base_plan(
+    plans: Iterable[MessagePlan], seconds_alone: Callable[[MessagePlan], float]
+) -> MessagePlan:
+    """Return the plan to whose step on one node the speed-ups of all of these refer.
+
+    It is the fastest there, so that of two curves the faster strategy's is the higher. Ranks that
+    exchange nothing are no base but their own.
+    """
+    exchanging = [plan for plan in plans if not isinstance(plan, NoSyncPlan)]
+    return min(exchanging or [NoSyncPlan()], key=seconds_alone)
+
+
 def scaling_limits(
     plans: Mapping[str, MessagePlan],
     sizes: Sequence[int],
@@ -95,10 +107,11 @@ def scaling_limits(
     )
     tried = numbers_of_nodes(limit, also=_jumps(batch_size, scaling, ranks_per_node))
     training = _Training(sizes, network, cache(compute_at), scaling)
-    alone = _search(training.speedups(NoSyncPlan()), tried)
+    base = base_plan(plans.values(), lambda plan: training.seconds(plan, 1))
+    alone = _search(training.speedups(NoSyncPlan(), NoSyncPlan()), tried)
     found = []
     for name, plan in plans.items():
-        speed = training.speedups(plan)
+        speed = training.speedups(plan, plan if isinstance(plan, NoSyncPlan) else base)
         stop = _search(speed, tried)
         found.append(
             ScalingLimit(
@@ -125,12 +138,15 @@ class _Training:
     compute_at: Callable[[int], StepCompute]
     scaling: str
 
-    def speedups(self, plan: MessagePlan) -> Callable[[int], float]:
-        """Return a function of the nodes: how many times the samples a second of one node."""
-        on_one_node = self._seconds(plan, 1)
+    def speedups(self, plan: MessagePlan, base: MessagePlan) -> Callable[[int], float]:
+        """Return a function of the nodes: how many times the samples a second of one node.
+
+        base : the plan of that node's step.
+        """
+        on_one_node = self.seconds(base, 1)
 
         def speedup(nodes: int) -> float:
-            ratio = on_one_node / self._seconds(plan, nodes)
+            ratio = on_one_node / self.seconds(plan, nodes)
             return nodes * ratio if self.scaling == "weak" else ratio
 
         return cache(speedup)
@@ -156,7 +172,8 @@ class _Training:
             compute=self.compute_at(nodes),
         )
 
-    def _seconds(self, plan: MessagePlan, nodes: int) -> float:
+    def seconds(self, plan: MessagePlan, nodes: int) -> float:
+        """Return the seconds of a step."""
         return step_seconds(
             self._plan_on(plan, nodes),
             self.sizes,

@@ -13,7 +13,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.sync import STRATEGIES, build_message_plan_from
-from common.sync.plans.base import MessagePlan
+from common.sync.plans.base import MessagePlan, NoSyncPlan
 from common.utils.registry import choices_text
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.compute_model import StepCompute, times
@@ -24,7 +24,7 @@ from lab.predict.event_model import (
     predict_step,
     step_seconds,
 )
-from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
+from lab.predict.scaling import SCALINGS, ScalingLimit, base_plan, scaling_limits
 from lab.predict.scenario import Scenario
 from lab.predict.sentences import sentence
 from lab.predict.variants import split_variant
@@ -39,7 +39,8 @@ INTERVAL = (0.1, 0.9)  # quantiles of the draws
 class PredictedStep:
     """One strategy's step on ``nodes`` nodes with ``ranks_per_node`` ranks each.
 
-    ``speedup`` is relative to one node; in weak scaling it compares samples per second.
+    ``speedup`` is relative to one node, of the fastest strategy there (``scaling.base_plan``); in
+    weak scaling it compares samples per second.
     ``efficiency`` = speedup / nodes. ``gains`` : how many times as many samples per second a change
     brings: "network", "compute" or "nodes" doubled, and "no messages". ``note`` states the
     condition under which the row holds, ``caveat`` what it leaves out (``MessagePlan.caveat``).
@@ -100,8 +101,12 @@ def predict_table(
         if not 1 <= count <= LARGEST_NODES:
             raise UserError(f"--nodes: got {count}, give 1 to {LARGEST_NODES:,}")
     drawn = scenario.drawn()
+    alone = [_plan_on(1, plan, scenario) for plan in plans.values()]
+    base = base_plan(alone, lambda plan: _seconds(plan, 1, scenario))
     return [
-        _row(name, plan, count, scenario, drawn) for count in nodes for name, plan in plans.items()
+        _row(name, plan, count, scenario, drawn, base)
+        for count in nodes
+        for name, plan in plans.items()
     ]
 
 
@@ -119,18 +124,28 @@ def interval(draws: Any) -> tuple[float, float]:
 
 
 def _row(
-    name: str, asked: MessagePlan, nodes: int, scenario: Scenario, drawn: Scenario
+    name: str,
+    asked: MessagePlan,
+    nodes: int,
+    scenario: Scenario,
+    drawn: Scenario,
+    base: MessagePlan,
 ) -> PredictedStep:
-    """Return a strategy's row; ``asked`` is its plan, perhaps with automatic buckets."""
+    """Return a strategy's row.
+
+    asked : its plan, perhaps with automatic buckets. base : see ``scaling.base_plan``.
+    """
+    if isinstance(asked, NoSyncPlan):
+        base = asked
     network = scenario.network
     compute = scenario.compute_at(nodes)
     sizes = scenario.calibration.gradient_sizes
     ranks = nodes * scenario.ranks_per_node
     plan = with_best_buckets(asked, sizes, ranks, network=network, compute=compute)
     step = predict_step(plan, sizes, ranks, network=network, compute=compute)
-    plans = {count: _plan_on(count, asked, scenario) for count in (1, nodes, _doubled(nodes))}
-    alone = _seconds(plans[1], 1, scenario)
-    alone_drawn = _seconds(plans[1], 1, drawn)
+    plans = {count: _plan_on(count, asked, scenario) for count in (nodes, _doubled(nodes))}
+    alone = _seconds(base, 1, scenario)
+    alone_drawn = _seconds(base, 1, drawn)
     gains = _gains(plans, nodes, scenario, step.step_seconds)
     right_drawn = _seconds(plans[nodes], nodes, drawn)
     gains_drawn = _gains(plans, nodes, drawn, right_drawn)
@@ -141,7 +156,7 @@ def _row(
     ranges = _intervals(gains_drawn | {"step": seconds_drawn, "speedup": speedup_drawn})
     if ranks == 1:
         ranges["step"] = (step.step_seconds, step.step_seconds)
-    if nodes == 1:
+    if nodes == 1 and speedup == 1.0:
         ranges["speedup"] = (1.0, 1.0)
     low, high = ranges["step"]
     notes = [_note(name, nodes, scenario)]

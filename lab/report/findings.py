@@ -30,7 +30,6 @@ from lab.report.causes import (
     whole,
     why,
 )
-from lab.report.claims import Seen
 from lab.report.losses import curves
 from lab.report.view import (
     NOISY,
@@ -169,9 +168,14 @@ _tenths = partial(percent, digits=1)
 def mean_gradients(block: ComparisonGroup, rows: Rows) -> Found:
     """Say which strategies gave every rank the mean, which did not, and what was not checked."""
     yield from _what_is_wrong(rows)
-    right = {row.sync: row.claim.seen for row in rows if row.claim.right and row.claim.seen}
+    right = averaged(rows)
     if right:
-        yield _what_is_right(right, of=sum(row.exact for row in rows))
+        yield ReportFinding(
+            EQUAL,
+            f" with {right} every rank's optimiser got the mean of all ranks' gradients in the "
+            "first step.",
+            f"relative error of that mean: {_residues(rows)}",
+        )
     yield from _what_is_unknown(block, rows)
     if right and block.nodes_beyond_one == [2]:
         yield ReportFinding(
@@ -220,20 +224,22 @@ def _what_is_unknown(block: ComparisonGroup, rows: Rows) -> Found:
         )
 
 
-def _what_is_right(right: Mapping[str, Seen], *, of: int) -> ReportFinding:
-    """Name the strategies that gave every rank the mean. of : how many claim to be exact."""
-    who = listed(right)
-    if len(right) == of > 2:
-        who = f"all {of} strategies that claim to be exact"
+def averaged(rows: Rows) -> str:
+    """Name the strategies with which every rank got the mean; "" without any."""
+    right = [row.sync for row in rows if row.claim.right]
+    if len(right) == sum(row.exact for row in rows) > 2:
+        return f"all {len(right)} exact strategies"
+    return listed(right)
+
+
+def _residues(rows: Rows) -> str:
+    """Return the relative error of each right mean, and the step in which it was seen."""
     each = []
-    for sync, seen in right.items():
-        each.append(f"{sync} {small_text(seen.evidence.residue)} (step {seen.step})")
-    return ReportFinding(
-        EQUAL,
-        f" with {who} every rank's optimiser got the mean of all ranks' gradients in the first "
-        "step.",
-        f"relative error of that mean: {', '.join(each)}",
-    )
+    for row in rows:
+        seen = row.claim.seen
+        if row.claim.right and seen:
+            each.append(f"{row.sync} {small_text(seen.evidence.residue)} (step {seen.step})")
+    return ", ".join(each)
 
 
 # --- which is fastest ---

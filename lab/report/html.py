@@ -127,8 +127,8 @@ def _section(
     lines = tables.lines(block)
     shown: dict[str, Sequence[str]] = {
         "Results": tables.with_values(tables.RESULTS, lines),
-        "Times": tables.shown(tables.TIMES, lines),
-        "Scaling, bytes, memory": tables.shown(tables.COSTS, lines),
+        "Times": tables.with_values(tables.TIMES, lines),
+        "Scaling, bytes, memory": tables.with_values(tables.COSTS, lines),
     }
     if any(row.memory or row.predicted_memory for row in block.rows):
         shown["Tensors of the rank that holds most"] = tables.MEMORY

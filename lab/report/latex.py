@@ -55,7 +55,7 @@ def _block(block: ComparisonGroup, figures: Sequence[Drawing], prefix: str) -> l
     lines = tables.lines(block)
     shown = {
         "results": ("Results", tables.with_values(tables.RESULTS, lines)),
-        "times": ("Seconds of a step, by section", tables.shown(tables.TIMES, lines)),
+        "times": ("Seconds of a step, by section", tables.with_values(tables.TIMES, lines)),
     }
     for label, (caption, names) in shown.items():
         headings = [tables.heading(name, block.place) for name in names]

@@ -60,7 +60,7 @@ COLUMNS = {
     "claim": Column("claims exact"),
     "step_or_status": Column("step, s [95 %]"),
     "exposed_share": Column("exposed comm., s"),
-    "step_seconds": Column("step, s [95 %]", "s", min),
+    "step_seconds": Column("median step, s [95 %]", "s", min),
     "data_seconds": Column("data, s", "s"),
     "forward_seconds": Column("forward, s", "s"),
     "backward_seconds": Column("backward, s", "s"),
@@ -103,12 +103,8 @@ _TIMES = (
     *("strategy", "nodes", "ranks", "claim", "step_seconds", "data_seconds", "forward_seconds"),
     *("backward_seconds", "sync_seconds", "wait_seconds", "own_work_seconds", "update_seconds"),
 )
-_IF_KNOWN = (
-    "ranks",
-    "own_work_seconds",
-    *_LINKS,
-)  # in tables that show all other columns even without any value
-RESULTS = (  # a column without any value is left out
+# The columns of each table; those without any value are left out.
+RESULTS = (
     *("strategy", "nodes", "ranks", "mean_iteration_seconds", "step_seconds", "speedup_ratio"),
     *(
         "exposed_share",
@@ -159,12 +155,6 @@ def heading(name: str, place: Place) -> str:
 def with_values(names: Sequence[str], lines: Sequence[Line]) -> list[str]:
     """Return the columns of which at least one line has a value."""
     return [name for name in names if any(line.texts[name] != NOTHING for line in lines)]
-
-
-def shown(names: Sequence[str], lines: Sequence[Line]) -> list[str]:
-    """Return these columns, without those of ranks and links if no line has a value of them."""
-    known = with_values(_IF_KNOWN, lines)
-    return [name for name in names if name not in _IF_KNOWN or name in known]
 
 
 def lines(block: ComparisonGroup) -> list[Line]:
@@ -378,7 +368,7 @@ def markdown(blocks: Sequence[ComparisonGroup]) -> str:
 
 def _markdown_table(block: ComparisonGroup) -> str:
     found = lines(block)
-    names = shown(MARKDOWN, found)
+    names = with_values(MARKDOWN, found)
     headings = [heading(name, block.place) for name in names]
     alignments = ["---:" if COLUMNS[name].form else "---" for name in names]
     rows = [[line.texts[name] for name in names] for line in found]

@@ -9,8 +9,8 @@ from lab.report.causes import busy, load, reasons, whole
 from lab.report.findings import (
     ReportFinding,
     a_step,
+    averaged,
     speed,
-    strategies,
     timed,
 )
 from lab.report.view import (
@@ -59,7 +59,7 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     if wrong:
         return _of_wrong_results(block, rows, wrong)
     text = f"{_where(block, nodes)} {speed(rows)}{_one_node_alone(steady(rows)[0])}"
-    text += f"{_averaging(block, rows)}{_machine(rows)}."
+    text += f"{_averaging(rows)}{_machine(rows)}."
     return Verdict(text, _numbers(rows), False, "\n".join(reasons(rows)))
 
 
@@ -107,17 +107,12 @@ def _machine(rows: Rows) -> str:
     return f"; the machine was busy ({text})"
 
 
-def _averaging(block: ComparisonGroup, rows: Rows) -> str:
+def _averaging(rows: Rows) -> str:
     """Return the part of the sentence that says whether every rank got the mean gradient."""
-    in_order = block.at(rows[0].nodes)
-    right = [row.sync for row in in_order if row.claim.right]
+    right = averaged(rows)
     if right:
-        exact = sum(row.exact for row in rows)
-        who = strategies(right, of=len(rows))
-        if len(right) == exact and len(rows) > exact > 2:
-            who = f"the {exact} exact strategies"
-        return f"; with {who} every rank got the mean gradient in the first step"
-    reasons = listed(dict.fromkeys(row.claim.why_not for row in in_order if row.claim.why_not))
+        return f"; with {right} every rank got the mean gradient in the first step"
+    reasons = listed(dict.fromkeys(row.claim.why_not for row in rows if row.claim.why_not))
     if not reasons:
         return ""
     return f"; whether every rank got the mean gradient was not checked ({reasons})"

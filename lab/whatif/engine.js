@@ -113,18 +113,12 @@ const Engine = (() => {
     }));
     const ringAdds = SUMMING.includes(kind) ? ((ranks - 1) / ranks) * nbytes : 0;
     return {
-      operation,
-      kind,
-      count,
-      stages,
+      operation, kind, count, stages, copied, ranks, perNode,
       starts: 1,
-      copied,
       added: ringAdds + operation.summed,
       sharesLink: perNode > 1,
       leavesNode: ranks > perNode,
       byRoot: ROOTED.includes(kind),
-      ranks,
-      perNode,
     };
   };
 
@@ -258,7 +252,7 @@ const Engine = (() => {
     for (const { prior, row, path } of known) {
       values[path[1]] = priorAt(data, prior, normalAt(data, row, draw));
     }
-    return { root_call_us: values.call_us, ...values };
+    return { root_call_us: values.call_us, inside_us: values.message_us, ...values };
   };
 
   const latencySeconds = (data, state, rateBits) => {
@@ -284,13 +278,13 @@ const Engine = (() => {
         copy: 0,
         overlap: values.overlap_cost,
         treeShare: values.tree_share,
-        inside: { rate: rate(inSoftware, 8e-9 / insideGbit), kinds: {} },
+        inside: { rate: rate(1e-6 * values.inside_us, 8e-9 / insideGbit), kinds: {} },
         software: null,
       };
     };
-    const { rate_gbit: gbit } = state;
     const remainder = draw === null ? 1 : values.unexplained;
-    return { network: over(gbit), faster: over(2 * gbit), values, remainder };
+    const [network, faster] = [over(state.rate_gbit), over(2 * state.rate_gbit)];
+    return { network, faster, values, remainder };
   };
 
   const changedRates = (network, change) => {
@@ -380,7 +374,8 @@ const Engine = (() => {
   const modelOf = (data, state) => {
     if (state.model !== "own") return data.models.find((known) => known.name === state.model);
     const gradients = equalMatrices(state.parameters, data.constants.tensors);
-    return { gradients, ready_bytes: null, ready_shares: null, least_samples: 1 };
+    const { update_bytes } = data.constants;
+    return { gradients, ready_bytes: null, ready_shares: null, least_samples: 1, update_bytes };
   };
 
   /** Return the fewest samples of a rank's step: BatchNorm needs two. */
@@ -413,10 +408,16 @@ const Engine = (() => {
     return { bytes: bytes.map((nbytes) => Number((BigInt(nbytes) * after) / before)), shares };
   };
 
-  /** Return the first index whose value is at least `value`. */
+  /** Return the first index whose value is at least `value`; values do not fall. */
   const bisectLeft = (values, value) => {
-    const index = values.findIndex((known) => known >= value);
-    return index < 0 ? values.length : index;
+    let first = 0;
+    let end = values.length;
+    while (first < end) {
+      const middle = (first + end) >> 1;
+      if (values[middle] < value) first = middle + 1;
+      else end = middle;
+    }
+    return first;
   };
 
   const readyShare = (readiness, nbytes) => {
@@ -468,11 +469,8 @@ const Engine = (() => {
     ];
   };
 
-  const times = (compute, factor) => ({
-    before: factor * compute.before,
-    backward: factor * compute.backward,
-    update: factor * compute.update,
-  });
+  const times = ({ before, backward, update }, factor) => (
+    { before: factor * before, backward: factor * backward, update: factor * update });
 
   // A setting: all of a state but the number of nodes and what is drawn -----------------------------
 
@@ -530,7 +528,13 @@ const Engine = (() => {
   const newMessages = (data, state) => {
     const model = modelOf(data, state);
     const gradients = gradientsOf(model, data.constants.gradient_bytes[state.gradient_type]);
-    return { gradients, readiness: readinessOf(model, gradients), schedules: new Map() };
+    const entries = gradients.reduce((sum, gradient) => sum + gradient.entries, 0);
+    return {
+      gradients,
+      readiness: readinessOf(model, gradients),
+      updateBytes: model.update_bytes * entries,
+      schedules: new Map(),
+    };
   };
 
   /** Return what a rank computes in a step, by the profiles alone, and its samples. */
@@ -543,18 +547,21 @@ const Engine = (() => {
     const divisor = state.scaling === "strong" ? ranks : 1;
     const samples = Math.max(setting.leastSamples, Math.ceil(state.batch_size / divisor));
     const ranksHere = ownNodes ? 1 : Math.min(ranks, state.ranks_per_node);
-    const alone = wholeStep(computeAt(profiles, samples, 1));
-    return { samples, alone, compute: computeAt(profiles, samples, ranksHere) };
+    return { samples, compute: computeAt(profiles, samples, ranksHere) };
   };
 
-  /** Return the reader's own step, at a rank's samples, over the one of the profiles. */
-  const ownStepFactor = (setting, values, profiled) => {
-    const { state } = setting;
-    if (!setting.ownNodes) return 1;
+  /** Return the reader's own step at a rank's samples; its update takes as long as its bytes. */
+  const ownCompute = (setting, values, profiled) => {
+    const { data, state, updateBytes } = setting;
     const loss = state.ranks_per_node > 1 ? 1 + values.node_loss : 1;
+    const step = 1e-3 * state.step_ms;
+    const byBytes = (1e-9 * updateBytes) / values.update_gbytes;
+    const update = Math.min(byBytes, data.constants.most_update * step);
     const batches = profiled.samples / state.batch;
     const batchShare = values.fixed_share + (1 - values.fixed_share) * batches;
-    return (1e-3 * state.step_ms * loss * batchShare) / profiled.alone;
+    const { before, backward } = profiled.compute;
+    const factor = ((loss * step - update) * batchShare) / (before + backward);
+    return { ...times(profiled.compute, factor), update };
   };
 
   /** Return what a state decides of what strategies send; NCCL fetches weights ahead. */
@@ -625,9 +632,7 @@ const Engine = (() => {
     const line = {
       ...lineOf(setting.data, operation, ranks, setting.state.ranks_per_node),
       inSoftware: lineOf(setting.data, operation, ranks, 1),
-      seconds: 0, // on the network at hand, as are the delay share and the speed beside it
-      delay: 0,
-      speed: 1,
+      seconds: 0, delay: 0, speed: 1, // on the network at hand
     };
     ofThatSize.push(line);
     return line;
@@ -676,12 +681,8 @@ const Engine = (() => {
   };
 
   const noLoad = (line) => ({
-    ...line,
-    count: 1,
+    ...line, count: 1, starts: 0, added: 0, copied: 0,
     stages: [{ between: 0, linkBytes: 0, onRank: 0 }],
-    starts: 0,
-    added: 0,
-    copied: 0,
   });
 
   /**
@@ -779,9 +780,11 @@ const Engine = (() => {
     const { nodes } = schedule;
     const profiled = profiledAt(setting, nodes);
     if (!costs.values) return profiled.compute;
-    const own = ownStepFactor(setting, costs.values, profiled);
+    const alone = setting.ownNodes
+      ? ownCompute(setting, costs.values, profiled)
+      : profiled.compute;
     const straggling = 1 + costs.values.straggler * Math.sqrt(2 * Math.log(nodes));
-    return times(profiled.compute, othersWait ? own * straggling : own);
+    return othersWait ? times(alone, straggling) : alone;
   };
 
   /** Return the seconds of a step at these costs. */
@@ -886,24 +889,18 @@ const Engine = (() => {
     const { nodes } = state;
     const schedule = scheduleOf(setting, name, nodes);
     price(data, schedule, setting.costs.network);
-    const compute = computeOf(setting, schedule, setting.costs, schedule.sends);
-    const parts = stepParts(schedule, compute);
-    const seconds = parts.computed + parts.slowed + parts.exposed;
-    const speedup = speedupOver(setting, baseOf(setting, state, name), nodes, seconds);
+    const parts = stepParts(schedule, computeOf(setting, schedule, setting.costs, schedule.sends));
     const bytes = bytesSent(setting, schedule);
     const [low, high] = stepRange(setting, name, nodes);
     return {
       sync: name,
-      nodes,
       ranks_per_node: state.ranks_per_node,
-      step_seconds: seconds,
+      ...pointOf(setting, baseOf(setting, state, name), name, nodes),
       compute_seconds: parts.computed + parts.slowed,
       slowed_seconds: parts.slowed,
       sync_seconds: parts.exposed,
       bytes_sent_root: bytes.root,
       bytes_sent_others: bytes.others,
-      speedup,
-      efficiency: speedup / nodes,
       low_seconds: low,
       high_seconds: high,
       note: noteOf(setting, name, schedule.ranks),
@@ -937,15 +934,24 @@ const Engine = (() => {
     };
   };
 
-  /** Return the strategy to which speed-ups refer: of those drawn, the fastest on one node. */
+  /**
+   * Return the strategy to which a speed-up refers: of those drawn that exchange gradients, the
+   * fastest on one node; of one that exchanges nothing, itself.
+   */
   const baseOf = (setting, state, name) => {
+    const exchanges = (strategy) => scheduleOf(setting, strategy, 1).sends;
+    if (!exchanges(name)) return name;
     const secondsOf = (strategy) => typicalSeconds(setting, strategy, 1);
-    return state.strategies.reduce((a, b) => (secondsOf(b) < secondsOf(a) ? b : a), name);
+    const others = state.strategies.filter(exchanges);
+    return others.reduce((a, b) => (secondsOf(b) < secondsOf(a) ? b : a), name);
   };
 
-  const speedupOver = (setting, base, nodes, seconds) => {
+  /** Return a strategy's typical step on a number of nodes, and what it gains over the base. */
+  const pointOf = (setting, base, name, nodes) => {
+    const seconds = typicalSeconds(setting, name, nodes);
     const more = setting.state.scaling === "weak" ? nodes : 1;
-    return (more * typicalSeconds(setting, base, 1)) / seconds;
+    const speedup = (more * typicalSeconds(setting, base, 1)) / seconds;
+    return { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
   };
 
   const isOneRank = ({ state }, nodes) => nodes * state.ranks_per_node === 1; // the reader's own step
@@ -1012,9 +1018,7 @@ const Engine = (() => {
     const setting = settingOf(data, state);
     const base = baseOf(setting, state, name);
     return nodesList.map((nodes) => {
-      const seconds = typicalSeconds(setting, name, nodes);
-      const speedup = speedupOver(setting, base, nodes, seconds);
-      const point = { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
+      const point = pointOf(setting, base, name, nodes);
       if (!band) return point;
       const [lowSeconds, highSeconds] = stepRange(setting, name, nodes);
       const [slowest, fastest] = speedupRange(setting, base, name, nodes);

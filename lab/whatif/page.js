@@ -9,21 +9,12 @@
 const Page = (() => {
   const byId = (id) => document.getElementById(id);
   const byValue = (first, second) => first - second;
-  const octaves = (first, count) => Array.from({ length: count }, (_, index) => first * 2 ** index);
 
-  const CURVE_NODES = octaves(1, 13); // 1, 2, 4, … 4,096
+  const CURVE_NODES = Array.from({ length: 13 }, (_, index) => 2 ** index); // 1, 2, 4, … 4,096
   const MOST_BANDS = 4; // curves with a band each; of more, only that of the focus has one
   const LINK_PAUSE = 300; // ms without a change until the link is written: browsers limit that
   const SPEECH_PAUSE = 700; // ms without a change until a screen reader hears the answer
   const WIDE = "(min-width: 900px)";
-  const RATES = [1, 1.5, 2, 2.5, 4, 5, 8];
-  const QUARTERS = [8, 10, 12, 14].flatMap((first) => octaves(first, 9)); // 8, 10, … up to 7,168
-  // The values of each slider, about evenly spaced in their logarithm.
-  const SLIDERS = {
-    nodes: [1, 2, 3, 4, 5, 6, 7, ...QUARTERS.filter((nodes) => nodes <= 4096)].sort(byValue),
-    rate_gbit: [10, 1, 0.1, 0.01].flatMap((share) => RATES.map((rate) => rate / share)).sort(byValue),
-  };
-
   let data = null;
   let state = null;
   let results = null; // what `compute` returned last
@@ -43,24 +34,17 @@ const Page = (() => {
 
   /** Return everything that is shown of the state. */
   function compute() {
-    const others = state.strategies.filter((name) => name !== state.focus);
-    const names = [state.focus, ...others];
-    const rows = names.map((name) => ({ strategy: name, ...Engine.step(data, state, name) }));
-    const focus = { ...rows[0], ...Engine.row(data, state, state.focus) };
-    const nodes = nodesOf(state);
-    const isFew = rows.length <= MOST_BANDS;
-    const curves = rows.map((row, index) => ({
-      strategy: row.strategy,
-      points: Engine.curve(data, state, row.strategy, nodes, { band: index === 0 || isFew }),
-    }));
+    const { strategies, focus } = state;
+    const isFew = strategies.length <= MOST_BANDS;
+    const curves = strategies.map((name) => curveOf(state, name, isFew || name === focus));
     return {
-      focus,
-      rows: inOrder(rows),
-      curves: inOrder(curves),
-      nodes,
+      focus: Engine.row(data, state, focus),
+      rows: strategies.map((strategy) => Engine.step(data, state, strategy)),
+      curves,
+      nodes: nodesOf(state),
       timeline: timelineOf(state),
-      terms: Timeline.terms(data, state, state.focus),
-      kept: kept && { ...timelineOf(kept), points: pointsOf(kept) },
+      terms: Timeline.terms(data, state, focus),
+      kept: kept && { ...timelineOf(kept), ...curveOf(kept, kept.focus, false) },
     };
   }
 
@@ -68,16 +52,10 @@ const Page = (() => {
     strategy: shown.focus, nodes: shown.nodes, timeline: Timeline.timeline(data, shown, shown.focus),
   });
 
-  const pointsOf = (shown) =>
-    Engine.curve(data, shown, shown.focus, nodesOf(shown), { band: false });
+  const curveOf = (shown, strategy, band) => (
+    { strategy, points: Engine.curve(data, shown, strategy, nodesOf(shown), { band }) });
 
   const nodesOf = (shown) => [...new Set([...CURVE_NODES, shown.nodes])].sort(byValue);
-
-  /** Return entries of strategies in the order of the reader's choice. */
-  function inOrder(entries) {
-    const places = new Map(state.strategies.map((name, index) => [name, index]));
-    return entries.sort((a, b) => places.get(a.strategy) - places.get(b.strategy));
-  }
 
   // -- drawing ----------------------------------------------------------------------------------
 
@@ -147,7 +125,7 @@ const Page = (() => {
     Pictures.timeline(byId("timeline"), data, { ...results.timeline, kept: results.kept });
     Pictures.steps(byId("steps"), data, scaling);
     Pictures.efficiency(byId("efficiency"), data, scaling);
-    Pictures.bytes(byId("bytes"), data, { rows: results.rows });
+    fillTable("strategies");
   }
 
   // -- tables -----------------------------------------------------------------------------------
@@ -187,8 +165,6 @@ const Page = (() => {
     table.replaceChildren(head, body);
   }
 
-  const sent = (row) => [Words.bytes(row.bytes_sent_root), Words.bytes(row.bytes_sent_others)];
-
   /** Return a step of a row or a curve, with its range if it has one: "655 ms (592–832 ms)". */
   function stepText({ step_seconds: seconds, low_seconds: low, high_seconds: high }) {
     const text = Words.duration(seconds);
@@ -216,16 +192,17 @@ const Page = (() => {
     },
     steps: () => overNodes(stepText),
     efficiency: () => overNodes((point) => Words.efficiency(point.efficiency)),
-    bytes() {
+    strategies() {
       const columns = [
-        ["strategy", ""], ["rank 0 sends", "number"], ["each other rank", "number"],
-        ["step (80 %)", "number"], ["speed-up", "number"], ["exposed", "number"],
+        ["strategy", ""], ["step (80 %)", "number"], ["speed-up", "number"],
+        ["rank 0 sends", "number"], ["each other rank", "number"], ["exposed", "number"],
         ["slowed by", "number"], ["note", "text"],
       ];
       const rows = results.rows.map((row) => [
-        row.strategy, ...sent(row), stepText(row),
-        Words.times(row.speedup), Words.duration(row.sync_seconds),
-        Words.duration(row.slowed_seconds), row.note || row.caveat,
+        row.sync, stepText(row), Words.times(row.speedup),
+        Words.bytes(row.bytes_sent_root), Words.bytes(row.bytes_sent_others),
+        Words.duration(row.sync_seconds), Words.duration(row.slowed_seconds),
+        row.note || row.caveat,
       ]);
       return [columns, rows];
     },
@@ -268,7 +245,7 @@ const Page = (() => {
       if (control && control !== typedInto) control.value = state[name] ?? "";
       const slider = byId(`slide-${name}`);
       if (!slider) continue;
-      if (slider !== typedInto) slider.value = nearest(SLIDERS[name], state[name]);
+      if (slider !== typedInto) slider.value = nearest(data.fields[name].slider, state[name]);
       slider.setAttribute("aria-valuetext", `${state[name]}${name === "nodes" ? "" : " Gbit/s"}`);
     }
     for (const strategy of data.strategies) {
@@ -360,7 +337,7 @@ const Page = (() => {
     return wanted;
   }
 
-  /** Return the state with the example step of its model, of an own one with the step that it has. */
+  /** Return the state with the example step of its model; the calibration has the steps of its own. */
   function withExample(wanted) {
     if (wanted.model === data.calibration.model) return { ...wanted, step_ms: null };
     const { step_ms, batch } = Words.exampleOf(data, wanted);
@@ -402,7 +379,7 @@ const Page = (() => {
     const control = event.target;
     const [kind, name] = control.id.split(/-(.*)/);
     if (kind === "c") change(name, valueOf(name, control), control);
-    if (kind === "slide") change(name, SLIDERS[name][control.value], control);
+    if (kind === "slide") change(name, data.fields[name].slider[control.value], control);
     if (kind !== "s") return;
     const checked = [...document.querySelectorAll(".checks input:checked")];
     change("strategies", checked.map((box) => box.value), control);
@@ -481,12 +458,13 @@ const Page = (() => {
     target.focus({ preventScroll: true });
   }
 
-  async function copy(text, what) {
+  /** Copy a text, and say so in an <output>. */
+  async function copy(text, what, output = byId("copied")) {
     try {
       await navigator.clipboard.writeText(text);
-      byId("copied").textContent = `${what} copied.`;
+      output.textContent = `${what} copied.`;
     } catch {
-      byId("copied").textContent = `This browser does not permit it: ${text}`;
+      output.textContent = `This browser does not permit it: ${text}`;
     }
   }
 
@@ -520,16 +498,6 @@ const Page = (() => {
   /** Return to the reader's own settings, with these changes; false if they are shown. */
   const back = (changes = {}) => mine !== null && show({ ...mine, ...changes }, null);
 
-  let opened = []; // for a print
-
-  function showAllTables() {
-    opened = [...document.querySelectorAll("details[data-table]:not([open])")];
-    for (const details of opened) {
-      details.open = true;
-      fillTable(details.dataset.table);
-    }
-  }
-
   function listen() {
     const controls = byId("controls");
     controls.addEventListener("input", onControl);
@@ -557,8 +525,6 @@ const Page = (() => {
     byId("copy-link").addEventListener("click", copyLink);
     byId("copy-command").addEventListener("click", () => copy(State.command(data, state), "Command"));
     window.addEventListener("popstate", readLink);
-    window.addEventListener("beforeprint", showAllTables);
-    window.addEventListener("afterprint", () => opened.forEach((table) => { table.open = false; }));
     const openIfWide = ({ matches }) => byId("more").toggleAttribute("open", matches);
     const wide = matchMedia(WIDE);
     wide.addEventListener("change", openIfWide);
@@ -569,9 +535,6 @@ const Page = (() => {
     data = JSON.parse(byId("data").textContent);
     state = State.defaults(data);
     byId("lab").hidden = false;
-    for (const [name, values] of Object.entries(SLIDERS)) {
-      byId(`slide-${name}`).max = values.length - 1;
-    }
     for (const mark of document.querySelectorAll(".mark")) {
       Pictures.mark(mark, data, mark.dataset.strategy);
     }
@@ -586,5 +549,5 @@ const Page = (() => {
 
   document.addEventListener("DOMContentLoaded", start);
 
-  return { show, back, draw, say, fill, cell, state: () => State.copy(state), data: () => data };
+  return { show, back, draw, say, copy, fill, cell, state: () => State.copy(state), data: () => data };
 })();

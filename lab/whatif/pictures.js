@@ -1,7 +1,7 @@
 "use strict";
 
 /**
- * The four pictures of the page, drawn as SVG from plain numbers.
+ * The three pictures of the page, drawn as SVG from plain numbers.
  *
  * A picture is drawn anew at every call, and again when its element gets another width. Colours
  * are attributes with the page's variables --ink, --paper, --muted and --faint, so that a saved
@@ -147,7 +147,8 @@ const Pictures = (() => {
   /**
    * Draw a picture now, and again whenever its element's width changes.
    *
-   * paint(drawing) adds parts and stops to {width, parts, stops} and returns the height.
+   * paint(drawing) adds to {width, parts, items} and returns the height. items: what tells a number
+   * to the pointer, {x, y, width, height, lines}; lines() are a heading and what follows.
    */
   function show(svg, title, paint) {
     if (!frames.has(svg)) {
@@ -168,102 +169,43 @@ const Pictures = (() => {
     requestAnimationFrame(() => redraw(svg));
   }
 
-  /** Draw what was shown last. The stop that has the focus keeps it. */
+  /** Draw what was shown last. */
   function redraw(svg) {
     const frame = frames.get(svg);
-    const focused = focusedStop(svg);
     const width = Math.max(LEAST_WIDTH, Math.round(frame.outerWidth));
     const parts = element("g", {
       "aria-hidden": "true", "font-size": TEXT, fill: INK, "stroke-width": 0.8,
     });
-    const drawing = { width, parts, stops: [] };
+    const drawing = { width, parts, items: [] };
     const height = Math.max(LEAST_HEIGHT, Math.ceil(frame.paint(drawing)));
-    Object.assign(frame, { width, height, stops: drawing.stops, item: null });
+    Object.assign(frame, { width, height, items: drawing.items, item: null });
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    const stops = drawing.stops.map((stop) => stopElement(svg, stop));
-    svg.replaceChildren(parts, ...stops, element("g", { class: "tip", "aria-hidden": "true" }));
-    stops[focused]?.focus({ preventScroll: true });
+    svg.replaceChildren(parts, element("g", { class: "tip", "aria-hidden": "true" }));
   }
 
-  // -- focus and pointer ------------------------------------------------------------------------
-
-  /**
-   * Let pointer and keys reach items that tell a number.
-   *
-   * One stop of the Tab key holds several items; arrow keys go from one to the next.
-   * items: {x, y, width, height, lines}; lines() are a heading and what follows. current: the item
-   * that comes first.
-   */
-  function addStop(drawing, label, items, current = 0) {
-    if (items.length) drawing.stops.push({ label, items, current });
-  }
-
-  function stopElement(svg, stop) {
-    // Screen readers pass arrow keys on to a slider, and read its text at each change.
-    const made = element("rect", {
-      class: "stop", tabindex: 0, role: "slider", "aria-label": `${stop.label} (arrow keys)`,
-      "aria-valuemin": 1, "aria-valuemax": stop.items.length, fill: "none",
-    });
-    describeItem(made, stop);
-    made.addEventListener("focus", () => tell(svg, stop.items[stop.current]));
-    made.addEventListener("blur", () => tell(svg, null));
-    made.addEventListener("keydown", (event) => onKey(svg, stop, event));
-    return made;
-  }
-
-  /** Put a stop where its current item is, and write that into what screen readers read. */
-  function describeItem(made, stop) {
-    const item = stop.items[stop.current];
-    setAttributes(made, {
-      ...boxAround(item, 0), "aria-valuenow": stop.current + 1,
-      "aria-valuetext": item.lines().join(", "),
-    });
-  }
+  // -- the pointer: keys and screen readers have the tables ----------------------------------------
 
   const boxAround = ({ x, y, width, height }, margin) => ({
     x: round(x - margin), y: round(y - margin), width: round(width + 2 * margin),
     height: round(height + 2 * margin),
   });
 
-  function onKey(svg, stop, event) {
-    if (event.key === "Escape") tell(svg, null);
-    const last = stop.items.length - 1;
-    const targets = {
-      ArrowRight: stop.current + 1, ArrowUp: stop.current + 1, ArrowLeft: stop.current - 1,
-      ArrowDown: stop.current - 1, PageUp: stop.current + 10, PageDown: stop.current - 10,
-      Home: 0, End: last,
-    };
-    if (!(event.key in targets) || event.ctrlKey || event.altKey || event.metaKey) return;
-    event.preventDefault();
-    stop.current = within(targets[event.key], 0, last);
-    describeItem(event.currentTarget, stop);
-    tell(svg, stop.items[stop.current]);
-  }
-
   function listen(svg) {
     svg.addEventListener("pointermove", (event) => tell(svg, itemAt(svg, event)));
     svg.addEventListener("pointerdown", (event) => tell(svg, itemAt(svg, event)));
-    svg.addEventListener("pointerleave", () => {
-      const stop = frames.get(svg).stops[focusedStop(svg)];
-      tell(svg, stop ? stop.items[stop.current] : null);
-    });
-  }
-
-  /** Return the place of the stop that has the focus, or -1. */
-  function focusedStop(svg) {
-    return [...svg.querySelectorAll(".stop")].indexOf(document.activeElement);
+    svg.addEventListener("pointerleave", () => tell(svg, null));
   }
 
   /** Return the item under the pointer, or the nearest one within reach, or null. */
   function itemAt(svg, event) {
-    const { stops, width } = frames.get(svg);
+    const { items, width } = frames.get(svg);
     const box = svg.getBoundingClientRect();
     const factor = width / box.width;
     const x = (event.clientX - box.left) * factor;
     const y = (event.clientY - box.top) * factor;
     let nearest = null;
     let least = REACH;
-    for (const item of stops.flatMap((stop) => stop.items)) {
+    for (const item of items) {
       const across = Math.max(item.x - x, 0, x - item.x - item.width);
       const down = Math.max(item.y - y, 0, y - item.y - item.height);
       const distance = Math.hypot(across, down);
@@ -413,8 +355,7 @@ const Pictures = (() => {
     passes.forEach(({ name }, index) =>
       addBoxes(drawing, `pass ${name}`, [computing[index]], { fill: SECTIONS[name] }));
     addBoxes(drawing, "waits", waits, { fill: WAIT });
-    const items = [...computing, ...waits].sort((item, other) => item.x - other.x);
-    addStop(drawing, `computing, ${Words.counted(items.length, "part")}`, items);
+    drawing.items.push(...computing, ...waits);
     return y + ROW;
   }
 
@@ -439,7 +380,7 @@ const Pictures = (() => {
     addPath(drawing, "lines", lines.join(""), { stroke: PAPER });
     addPath(drawing, "ready", ready.join(""), { stroke: INK });
     addMessageTexts(drawing, items);
-    addStop(drawing, Words.counted(items.length, "message"), items);
+    drawing.items.push(...items);
     return y + ROW + LINE;
   }
 
@@ -574,16 +515,14 @@ const Pictures = (() => {
     for (const { nodes, value, style } of measured) {
       addMarker(drawing, "measured", style, plot.x(nodes), plot.y(value), 4.4, HOLLOW);
     }
-    for (const { strategy, style, points, nodes: own } of curves) {
-      const items = points.map((point) => itemOf(plot, point));
-      const reader = points.findIndex((point) => point.nodes === own);
-      const { nodes, value } = points[reader];
+    for (const { style, points, nodes: own } of curves) {
+      const { nodes, value } = points.find((point) => point.nodes === own);
       const ring = { marker: CIRCLE, color: style.color };
       const ink = { stroke: INK, "stroke-width": 1.5 };
       addMarker(drawing, "reader", ring, plot.x(nodes), plot.y(value), 4.4, ink);
-      addStop(drawing, `${strategy}, ${Words.counted(items.length, "point")}`, items, reader);
+      drawing.items.push(...points.map((point) => itemOf(plot, point)));
     }
-    addStop(drawing, "measured", measured.map((point) => itemOf(plot, point)));
+    drawing.items.push(...measured.map((point) => itemOf(plot, point)));
     const top = BOTTOM + 42;
     const signs = curveSigns(drawing, plot, curves, measured);
     for (const { value } of aims) {
@@ -720,55 +659,6 @@ const Pictures = (() => {
     return [...entries, { text: "measured", draw }];
   }
 
-  // -- bytes ------------------------------------------------------------------------------------
-
-  const BAR = 14; // pixels: height of a bar of bytes
-  const BAR_TEXT = 130; // room for what a bar says at its end
-
-  /**
-   * Draw what rank 0 and each other rank send in a step.
-   *
-   * @param {SVGElement} svg
-   * @param {object} data of the page
-   * @param {{rows: Object[]}} model rows of Engine.row with their strategy
-   */
-  function bytes(svg, data, model) {
-    show(svg, "Bytes sent in a step", (drawing) => paintBytes(drawing, data, model));
-  }
-
-  function paintBytes(drawing, data, { rows }) {
-    const amounts = rows.flatMap((row) => [row.bytes_sent_root, row.bytes_sent_others]);
-    const x = linear(0, Math.max(1, ...amounts), LEFT, drawing.width - BAR_TEXT);
-    const items = [];
-    let y = 0;
-    for (const row of rows) {
-      const { color } = styleOf(data, row.strategy);
-      addText(drawing, row.strategy, LEFT, y + 13);
-      y += LINE;
-      for (const { who, amount, opacity } of senders(row)) {
-        const text = `${who}: ${Words.bytes(amount)}`;
-        const bar = { x: LEFT, y, width: x(amount) - LEFT, height: BAR - 2 };
-        addBoxes(drawing, "bytes", [bar], { fill: color, "fill-opacity": opacity });
-        addText(drawing, text, x(amount) + 6, y + 10);
-        items.push({ ...bar, lines: () => [row.strategy, text] });
-        y += BAR;
-      }
-      y += 6;
-    }
-    addStop(drawing, "bytes sent", items);
-    return y;
-  }
-
-  /** Return who sends how much: each rank, or rank 0 and the others if these differ. */
-  function senders({ bytes_sent_root: root, bytes_sent_others: others }) {
-    if (Words.bytes(root) === Words.bytes(others)) {
-      return [{ who: "each rank", amount: root, opacity: 1 }];
-    }
-    return [
-      { who: "rank 0", amount: root, opacity: 1 }, { who: "others", amount: others, opacity: 0.45 },
-    ];
-  }
-
   // -- a picture as a file ----------------------------------------------------------------------
 
   /** Return a picture above a line of text as an SVG file, with the colours and font it has now. */
@@ -797,5 +687,5 @@ const Pictures = (() => {
     link.click();
   }
 
-  return { timeline, steps, efficiency, bytes, mark, save };
+  return { timeline, steps, efficiency, mark, save };
 })();

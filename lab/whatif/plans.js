@@ -213,17 +213,8 @@ const Plans = (() => {
 
   /** Return a round in which every rank adds what it receives. */
   function addingRound(nbytes, partner, count = 1) {
-    return {
-      kind: "exchange",
-      nbytes,
-      count,
-      summed: nbytes,
-      copied: 0,
-      ready: null,
-      needed: null,
-      among: "all",
-      partner,
-    };
+    const sizes = { nbytes, count, summed: nbytes, copied: 0 };
+    return { kind: "exchange", ...sizes, ready: null, needed: null, among: "all", partner };
   }
 
   /** Return a rank's parent or child in each round of the tree, at twice the distance each time. */
@@ -331,15 +322,12 @@ const Plans = (() => {
     const count = amount(line.count, piece, step);
     if (count === 0) return null;
     return {
-      kind: line.kind,
+      kind: line.kind, count, among: line.among, partner: null,
       nbytes: amount(line.nbytes, piece, step),
-      count,
       summed: amount(line.summed, piece, step),
       copied: amount(line.copied, piece, step),
       ready: line.when === "in backward" ? readyFor(line, pieces, index) : null,
       needed: line.when === "in forward" ? piece.needed : null,
-      among: line.among,
-      partner: null,
     };
   }
 

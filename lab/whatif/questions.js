@@ -184,11 +184,10 @@ const Questions = (() => {
     return set === null ? "" : `Measured points: ${set.title}. ${set.about}`;
   }
 
+  const rightOf = (guesses) => guesses.filter((guess) => guess.isRight).length;
+
   /** Return "Right: 2 of 3". */
-  function score(guesses) {
-    const right = guesses.filter((guess) => guess.isRight).length;
-    return `Right: ${right} of ${guesses.length}`;
-  }
+  const score = (guesses) => `Right: ${rightOf(guesses)} of ${guesses.length}`;
 
   /**
    * Return the guesses as one line: the date, the score, then question, guess and answer of each.
@@ -197,9 +196,8 @@ const Questions = (() => {
    * @param {string} date "2026-11-27"
    */
   function line(guesses, date) {
-    const right = guesses.filter((guess) => guess.isRight).length;
     const fields = guesses.flatMap(({ id, guess, value }) => [id, guess, Number(value.toPrecision(4))]);
-    return ["lab whatif", date, `${right}/${guesses.length}`, ...fields].join(",");
+    return ["lab whatif", date, `${rightOf(guesses)}/${guesses.length}`, ...fields].join(",");
   }
 
   // -- the section of the page ------------------------------------------------------------------
@@ -297,15 +295,9 @@ const Questions = (() => {
     byId("questions").scrollIntoView();
   }
 
-  async function copyLine() {
+  function copyLine() {
     const copied = line(play.guesses, new Date().toISOString().slice(0, 10));
-    const output = byId("question-score").querySelector("output");
-    try {
-      await navigator.clipboard.writeText(copied);
-      output.textContent = "Copied.";
-    } catch {
-      output.textContent = copied; // to be copied by hand
-    }
+    Page.copy(copied, "Line", byId("question-score").querySelector("output"));
   }
 
   function start(data) {

@@ -12,14 +12,8 @@ const Timeline = (() => {
     return message.begin + (ahead > 0 ? ahead / message.speed : ahead);
   };
 
-  const shown = (line, times, begin, end, ready) => ({
-    kind: line.kind,
-    nbytes: line.operation.nbytes,
-    count: line.count * times,
-    begin,
-    end,
-    ready,
-  });
+  const shown = ({ kind, operation, count }, times, begin, end, ready) => (
+    { kind, nbytes: operation.nbytes, count: count * times, begin, end, ready });
 
   /** Return the messages of the forward pass: all start with the step, and end in order. */
   const besideForward = ({ gathers }) =>
@@ -71,9 +65,8 @@ const Timeline = (() => {
    * what of them nothing hides.
    *
    * Weights that the next forward needs are sent when a step starts; the waits of its layers stand
-   * together before it. `slowed_seconds` of a pass: how much longer messages make it. `about` : ""
-   * of any step. `mean_seconds` : the step of `Engine.row`, which is shorter than `total_seconds`
-   * where only some steps send.
+   * together before it. `about` : "" of any step. `mean_seconds` : the step of `Engine.row`, which
+   * is shorter than `total_seconds` where only some steps send.
    *
    * @param {Object} data of the page
    * @param {Object} state of the page (state.js)
@@ -103,20 +96,15 @@ const Timeline = (() => {
       ...besideBackward(schedule, compute.backward, trace, forwardEnd, backwardEnd),
       ...afterBackward(schedule, network, Math.max(lastEnd, backwardEnd), backwardEnd),
     ];
-    const pass = (passName, begin, end, slowed) => ({
-      name: passName,
-      begin,
-      end,
-      slowed_seconds: slowed,
-    });
+    const pass = (passName, begin, end) => ({ name: passName, begin, end });
     return {
       total_seconds: total,
       mean_seconds: stepSeconds(schedule, compute),
       about: aboutOf(schedule),
       passes: [
-        pass("forward", forward.exposed, forwardEnd, forward.slowed),
-        pass("backward", forwardEnd, backwardEnd, backward.slowed),
-        pass("update", sent, total, 0),
+        pass("forward", forward.exposed, forwardEnd),
+        pass("backward", forwardEnd, backwardEnd),
+        pass("update", sent, total),
       ],
       messages: messages.map((message) => ({ ...message, exposed: within(message, exposed) })),
       exposed,

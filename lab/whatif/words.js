@@ -262,7 +262,9 @@ const Words = (() => {
     const messages = period > 1 ? `All messages of ${period} steps` : "All messages";
     const term = best(Object.keys(terms), (name) => terms[name]);
     const inside = term === "bandwidth" && state.ranks_per_node > 1 ? ", between nodes and inside" : "";
-    const detail = `${messages} take ${duration(sum)}, ${ofAll(terms[term] / sum)} of that for ${data.terms[term]}${inside}.`;
+    const isSaid = duration(sum) === duration(row.sync_seconds);
+    const all = isSaid ? "Of their time" : `${messages} take ${duration(sum)}; of that`;
+    const detail = `${all} ${ofAll(terms[term] / sum)} is for ${data.terms[term]}${inside}.`;
     return { limit: `${data.limits[limiter(data, state, row, terms)]}. ${added(row)}`, detail };
   }
 
@@ -280,10 +282,11 @@ const Words = (() => {
   /** Return what the published steps of the backend are of, if the state is not; else "". */
   function unchecked(data, state) {
     const sets = data.measured.filter((set) => set.is_published && set.family === state.backend);
-    const steps = sets.flatMap((set) => set.points);
-    const nodes = steps.map((step) => step.nodes);
-    const ranks = sets.flatMap((set) => set.points.map((point) => point.nodes * set.state.ranks_per_node));
-    const [fewest, most, mostRanks] = [Math.min(...nodes), Math.max(...nodes), Math.max(...ranks)];
+    const steps = sets.flatMap(({ points, state: { ranks_per_node: ranks } }) =>
+      points.map(({ nodes, strategy }) => ({ nodes, strategy, ranks: nodes * ranks })));
+    const fewest = Math.min(...steps.map((step) => step.nodes));
+    const most = Math.max(...steps.map((step) => step.nodes));
+    const mostRanks = Math.max(...steps.map((step) => step.ranks));
     const strategies = [...new Set(steps.map((step) => step.strategy))];
     const isFar = state.nodes < fewest || state.nodes > most;
     const isLarge = state.nodes * state.ranks_per_node > mostRanks;
@@ -382,8 +385,9 @@ const Words = (() => {
     const found = points.findLast((point) => 100 * point.efficiency >= least);
     const target = `an efficiency of ${three(least)} %`;
     if (found === undefined) return `No number of nodes reaches ${target}.`;
-    const all = found === points.at(-1) ? `, the most tried,` : "";
-    return `${counted(found.nodes, "node")}${all} ${found.nodes === 1 ? "is" : "are"} the most with ${target}.`;
+    const nodes = counted(found.nodes, "node");
+    if (found === points.at(-1)) return `${nodes}, the most that are tried, still have ${target}.`;
+    return `No more than ${nodes} can have ${target}.`;
   }
 
   function stepTarget(points, seconds) {

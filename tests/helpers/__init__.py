@@ -29,6 +29,7 @@ PRELOADED[:] = [
     "tests.helpers.tiny_model",
     "tests.helpers.audited",
     *map("lab.audit.probe.{}".format, "clocks collectives data optimizers passes stopping".split()),
+    "tests.helpers.frozen",
 ]
 
 __all__ = [

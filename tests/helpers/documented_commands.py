@@ -74,8 +74,10 @@ CHECKS = {
     r"lab learn \d+ --check": Elsewhere("tests/lab/learn checks the solution of every lesson"),
     r" learn/\d\d_": Elsewhere("tests/lab/learn runs the solutions, and draws"),
     "--predict ANSWER": Elsewhere("ANSWER stands for the student's own number; tests/lab/learn"),
-    "main_gather": Elsewhere("tests/lab/learn/test_your_own_program.py runs and audits it"),
-    "lab learn": quick(prints=r"Wrote learn/|stays as it is|Kept: "),
+    "main_gather|homework/main": Elsewhere(
+        "tests/lab/learn/test_your_own_program.py runs and audits it"
+    ),
+    "lab learn": quick(prints=r"Wrote (learn|homework)/|stays as it is|Kept: "),
     # lab
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),
     "predict .*--figure": slow(prints="No network can bring"),

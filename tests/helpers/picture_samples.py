@@ -124,22 +124,8 @@ def _point(nodes: int, index: int, seconds: float, band: bool) -> Picture:
     return point
 
 
-def sent(names: list[str], nodes: int) -> Picture:
-    """Return bytes a step: strategies with "gather" in the name send all through rank 0."""
-    rows = []
-    for name in names:
-        root = others = 36.9e6 * 2 * (nodes - 1) / nodes
-        if "gather" in name:
-            root = 36.9e6 * (nodes - 1)
-            others = 36.9e6 if nodes > 1 else 0.0
-        if name == "none":
-            root = others = 0.0
-        rows.append({"strategy": name, "bytes_sent_root": root, "bytes_sent_others": others})
-    return {"rows": rows}
-
-
 def cases() -> dict[str, dict[str, Picture]]:
-    """Return samples of all four pictures, by what is special about them."""
+    """Return samples of all pictures, by what is special about them."""
     everything = list(STRATEGIES)
     few = ["ddp", "gather_scatter", "all_reduce", "overlapped"]
     flat = "gather_scatter_flat"
@@ -163,13 +149,4 @@ def cases() -> dict[str, dict[str, Picture]]:
         "one message": scaling(["ddp"], 64, bands=0),
         "400 messages": scaling(everything[1:10], 8, seconds=2.0),
     }
-    return {
-        name: {
-            "timeline": steps[name],
-            "curves": curves[name],
-            "bytes": sent(
-                [curve["strategy"] for curve in curves[name]["curves"]], curves[name]["nodes"]
-            ),
-        }
-        for name in steps
-    }
+    return {name: {"timeline": steps[name], "curves": curves[name]} for name in steps}

@@ -10,7 +10,7 @@ NUMBERS = "input[type=number][id^='c-']"
 _DATA = "JSON.parse(document.getElementById('data').textContent)"
 _TEXTS = """() => {
   const text = (id) => document.getElementById(id).textContent.trim();
-  const tables = ["timeline", "steps", "efficiency", "bytes"].map((id) => text(`table-${id}`));
+  const tables = ["timeline", "steps", "efficiency", "strategies"].map((id) => text(`table-${id}`));
   return { limit: text("limit"), sentence: text("sentence"), tables, command: text("command") };
 }"""
 _NEXT_FRAME = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"

@@ -43,7 +43,6 @@ _FLAGS = {
     "batch_size": "--batch-size",
     "nodes": "--nodes",
     "bucket_mb": "--bucket-mb",
-    "focus": "--sync",
 }
 _WITH_UNITS = {
     "rate_gbit": ("--rate", "gbit"),
@@ -135,7 +134,8 @@ def add_states(page: Page, count: int, *, seed: int, first: int = 0) -> None:
     for index in range(count):
         state = _random_state(page, dice)
         state["focus"] = names[(first + index) % len(names)]
-        state["strategies"] = [state["focus"]]
+        other = dice.choice([state["focus"], *names])
+        state["strategies"] = list(dict.fromkeys([state["focus"], other]))
         page.states.append(state)
 
 
@@ -189,7 +189,7 @@ def _spread(dice: random.Random, least: float, most: float) -> float:
 
 
 def command_of(state: State, calibration: str) -> list[str]:
-    """Return the arguments of `lab predict` that a state stands for, of its focus."""
+    """Return the arguments of `lab predict` that a state stands for, its focus first."""
     given = ["predict", "--json", "--calibration", calibration]
     if state["model"] == "own":
         given += ["--parameters", str(state["parameters"])]
@@ -212,7 +212,9 @@ def command_of(state: State, calibration: str) -> list[str]:
     for name, flag in _FLAGS.items():
         if state[name] is not None:
             given += [flag, str(state[name])]
-    return given
+    focus = state["focus"]
+    others = [name for name in state["strategies"] if name != focus]
+    return [*given, "--sync", focus, *others]
 
 
 def add_rows(page: Page) -> None:
@@ -245,13 +247,13 @@ def _parser() -> Any:
 
 
 def row_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the row that `lab predict` prints, its prediction's numbers among the others."""
+    """Return the first row of `lab predict`, its prediction's numbers among the others."""
     printed = io.StringIO()
     limits = patch("lab.predict.tables.scaling_limits_of", return_value=[])  # slow, and not shown
     args = _parser().parse_args(arguments)
     with limits, contextlib.redirect_stdout(printed):
         assert args.run(args) == 0
-    [row] = json.loads(printed.getvalue())["rows"]
+    row = json.loads(printed.getvalue())["rows"][0]
     prediction = row.pop("prediction")
     return row | prediction
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -61,12 +62,28 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names.add(top)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
+    def find_distributions(self, context: Any) -> list[importlib.metadata.Distribution]:
+        """Return one for a package that is not installed, if the student's file asks for it."""
+        return [_Unversioned()] if context.name and _asked_by_student() else []
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         """Return a module in which every name is a mock."""
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Do nothing: the module is complete."""
+
+
+class _Unversioned(importlib.metadata.Distribution):
+    """What a package says of itself that was copied, not installed."""
+
+    def read_text(self, filename: str) -> str:
+        """Return its metadata."""
+        return "Version: 0\n"
+
+    def locate_file(self, path: Any) -> Any:
+        """Return the path, of which nothing is asked."""
+        return path
 
 
 class _StandIn(types.ModuleType):

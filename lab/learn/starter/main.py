@@ -52,7 +52,7 @@ def load_images(name, folder, train):
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    rows = slice(0, 1440) if train else slice(1440, None)
+    rows = slice(0, 1437) if train else slice(1437, None)
     images = torch.tensor(images[rows] / 16, dtype=torch.float32).view(-1, 1, 8, 8)
     images = images.repeat_interleave(4, 2).repeat_interleave(4, 3).expand(-1, 3, -1, -1)
     return TensorDataset(images, torch.tensor(labels[rows]))
@@ -126,6 +126,8 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=256, help="of all ranks together")
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
+    if (args.sync in (None, "none")) != (args.num_nodes == 1):
+        parser.error("--sync gather_scatter, all_reduce and ddp go with --num-nodes 2 or more")
     averages = {"gather_scatter": average_by_gather_scatter, "all_reduce": average_by_all_reduce}
     if args.num_nodes > 1:
         address = f"tcp://{args.master_ip}:{args.master_port}"

@@ -290,7 +290,7 @@ class _Panels:
             len(block.nodes),
             narrow=narrow,
             columns=self.columns,
-            height=len(self.labels) * _ROW + 0.75,
+            height=max(3, len(self.labels)) * _ROW + 0.75,  # room for the legend
             extra=extra,
         )
 

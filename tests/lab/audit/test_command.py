@@ -61,6 +61,10 @@ def test_the_users_code_is_the_current_folder_or_the_scripts(tmp_path):
     below = parse_command(["python", "project/train.py"], None)
     assert below.user_folder(tmp_path) == tmp_path
     (tmp_path / "elsewhere").mkdir()
+    driver = tmp_path / "elsewhere/driver.py"
+    driver.touch()
+    driven = parse_command(["python", str(driver), "project/train.py"], None)
+    assert driven.user_folder(tmp_path) == tmp_path
     above = parse_command(["python", "../project/train.py"], None)
     assert above.user_folder(tmp_path / "elsewhere") == script.parent
     everything = parse_command(["python", str(script)], None)

@@ -1,5 +1,7 @@
 """Whole classes through the sandbox and the audit: right ones, faulty ones, and cheats."""
 
+import re
+
 import pytest
 
 from lab.audit.cases import STARTER_CODE
@@ -79,13 +81,26 @@ def handed_in(script, *edits, **files):
     return {"main.py": script, "student.py": starter(*edits), **named}
 
 
-# Twelve submissions to a course whose rubric demands DEMANDED and accepts an early clip: two cheat,
+# From the folder that the rubric provides.
+MODEL = """\
+import torch.distributed as dist
+from student import make_model
+
+def add(tensor):
+    dist.all_reduce(tensor)
+"""
+WITH_MODEL = SUM.replace("dist.all_reduce(p.grad)", "add(p.grad)").replace(
+    "from student import Pictures, join, make_model, read_flags",
+    "from model import add, make_model\nfrom student import Pictures, join, read_flags",
+)
+FOUR = ("world_size=args.num_nodes", "world_size=4")
+# Fourteen submissions to a course that demands DEMANDED and accepts an early clip: two cheat,
 # and others cannot be started as demanded. By name: the folder of the part, its files, the
 # mark of 6 points ("" if it is left to a person), what was found, and how it runs otherwise than
 # demanded ("" if it does not).
 DEMANDED = "python {script} --master-ip {master} --num-nodes {nodes} --rank {rank}"
 SAVES = '\n    open(f"output/{args.rank}.txt", "w")\n    train(args)\n'
-TWELVE = {
+CLASS = {
     "asked": ("part2", handed_in(RIGHT), "6", "", ""),
     "url-sum": ("part2", handed_in(SUM, AS_URL), "0", "sum-not-mean", "tcp://{master}:{port}"),
     "torchrun": (
@@ -117,7 +132,17 @@ TWELVE = {
         "",
         "",
     ),
-    "python2": ("part2", handed_in("import torch\nprint 'hello'\n"), "", "", ""),
+    "python2": (
+        "part2",
+        handed_in(RIGHT.replace("    train(args)\n", "    print 'start'\n    train(args)\n")),
+        *("6", "", "converted from Python 2"),
+    ),
+    "provided": ("part2", {"main.py": WITH_MODEL, "student.py": STARTER}, "0", "sum-not-mean", ""),
+    "four": (
+        "part2",
+        handed_in(RIGHT.replace("/= dist.get_world_size()", "/= 4"), FOUR),
+        *("6", "", ""),
+    ),
     "missing": ("part2", handed_in("import einx_not_there\n"), "", "", ""),
     "early-clip": ("part2", handed_in("clip_norm_torch"), "6", "", ""),
     "forged": ("part2", handed_in(CHEATS["forged"][0]), "", "", ""),
@@ -125,7 +150,7 @@ TWELVE = {
 }
 
 
-SIX = "asked url-sum torchrun flags forged replaced".split()
+SIX = "asked url-sum torchrun flags forged provided".split()
 
 
 @pytest.mark.timeout(1200)
@@ -133,12 +158,14 @@ SIX = "asked url-sum torchrun flags forged replaced".split()
     "names",
     [
         pytest.param(SIX, id="six", marks=pytest.mark.slow),
-        pytest.param([*TWELVE], id="twelve", marks=pytest.mark.long),
+        pytest.param([*CLASS], id="fourteen", marks=pytest.mark.long),
     ],
 )
-def test_a_class_of_right_faulty_cheating_and_started_in_its_own_ways(names, grade):
-    rubric = ON_TWO_RANKS.replace(BY_FLAGS, DEMANDED)
-    class_of = {name: TWELVE[name] for name in names}
+def test_a_class_of_right_faulty_cheating_and_started_in_its_own_ways(names, grade, tmp_path):
+    (tmp_path / "starter").mkdir()
+    (tmp_path / "starter/model.py").write_text(MODEL)
+    rubric = f'provides = "starter"\n{ON_TWO_RANKS.replace(BY_FLAGS, DEMANDED)}'
+    class_of = {name: CLASS[name] for name in names}
     submissions = {name: {part: files} for name, (part, files, *_) in class_of.items()}
     seen = grade(submissions, rubric=rubric)
     marks = {name: row["part2"] for name, row in seen.rows.items()}
@@ -151,9 +178,9 @@ def test_a_class_of_right_faulty_cheating_and_started_in_its_own_ways(names, gra
         assert otherwise in row["other commands"], name
         assert bool(row["by hand"]) == (not mark), name
     assert "eth1" in seen.rows["flags"]["other commands"]
-    if "python2" in names:
-        assert "Python 2" in seen.rows["python2"]["by hand"]
-    for name in ("forged", "replaced"):
+    output = seen.results["provided"]["tests"][0]["output"]
+    assert re.search(r"\(sum-not-mean, main\.py:\d+\)", output)  # not the course's own line
+    for name in {*names} & {*CHEATS}:
         assert CHEATS[name][1] in seen.rows[name]["by hand"]
 
 

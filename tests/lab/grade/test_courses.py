@@ -111,6 +111,17 @@ MISTAKES = {
                 "shard-not-sent",
                 0,
             ),
+            "first-group": (
+                [
+                    (
+                        "self.inner_groups.append(group)",
+                        "own_rate = group if self.inner_groups else {'params': own}\n"
+                        "        self.inner_groups.append({'lr': group['lr'], **own_rate})",
+                    )
+                ],
+                "groups-ignored",
+                11.25,
+            ),
             "one-group": (
                 [("self.inner_groups.append(group)", 'self.inner_groups.append({"params": own})')],
                 "groups-ignored",
@@ -227,7 +238,7 @@ MISTAKES = {
 COURSES = {"individual": "cs336", "bucketed": "cs336", "optimizer": "cs336"}
 
 
-IN_THE_SANDBOX = {"individual": "afterwards", "training": "each-batch"}
+IN_THE_SANDBOX = {"optimizer": "first-group", "training": "each-batch"}
 """What runs in the sandbox on 2 ranks: parts, and a mistake of each."""
 
 

@@ -113,6 +113,31 @@ def test_the_next_command_is_what_the_script_asks_for(task, name):
     assert shown_command(next_task(task, refused)) == command
 
 
+OWN_COMMANDS = {  # by what the notes say: the arguments of the next command
+    "python3 main.py --temp 3 --at 10.10.1.1 --rank 0\npython main.py --temp 3 --at 10.10.1.1 "
+    "--rank 1": "main.py --temp 3 --at {master} --rank {rank}",
+    "Run `python main.py 10.0.0.1 2 0 --quick` and `python x.py`,\nthen\n"
+    "$ python main.py 10.0.0.1 2 1 --quick &": "main.py {master} {nodes} {rank} --quick",
+    "for i in 0 1 2; do\n  python src/main.py --id=$i --init tcp://node0:77 $WORLD_SIZE &\ndone": (
+        "main.py --id {rank} --init tcp://{master}:{port} {nodes}"
+    ),
+    "python main.py --help\n": None,
+    "torchrun --nproc_per_node=4 main.py --temp 3": "torchrun main.py --temp 3",
+}
+
+
+@pytest.mark.parametrize("note", OWN_COMMANDS)
+def test_the_authors_own_command_is_tried_when_nothing_else_is_known(task, note):
+    asks = refusal(printed=USAGE.format("--temp T --rank RANK"))
+    assert next_task(task, asks) is None
+    tried = next_task(task, msgspec.structs.replace(asks, written=["Nothing.", note]))
+    expected = OWN_COMMANDS[note]
+    if expected is None:
+        assert tried is None
+    else:
+        assert shown_command(tried).removeprefix("python3 ") == expected
+
+
 def test_what_no_command_can_meet_has_no_next_one(task):
     unknown = USAGE.format("--temperature T --rank RANK")
     for hopeless in (

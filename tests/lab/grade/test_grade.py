@@ -15,6 +15,7 @@ from lab.audit.findings.finding import FAULT, catalogue
 from lab.audit.recording import RankRecords
 from lab.audit.records import CollectiveCall, Parameter, Parameters
 from lab.audit.report import AuditContent
+from lab.cli import main
 from lab.grade import grade as grading
 from lab.grade import ordinary_user
 from lab.grade.facts import Facts
@@ -318,6 +319,34 @@ def test_a_command_of_the_map_is_run_shown_and_costs_what_the_rubric_says(
     ):
         mapped.write_text(f"submission,part,path,command,ranks\nada,part2,,{command}\n")
         assert wrong in grade({}, *flags).error
+
+
+def test_what_the_rubric_provides_comes_last_on_the_path_and_is_part_of_the_key(
+    grade, ran, tasks, tmp_path
+):
+    (tmp_path / "starter").mkdir()
+    rubric = f'provides = "starter"\nenvironment.PYTHONPATH = "/own"\n{RUBRIC}'
+    grade({"ada": {"part2": "right"}}, "--no-sandbox", rubric=rubric)
+    (tmp_path / "starter/model.py").write_text("x = 1")
+    for _ in range(2):
+        grade({}, "--no-sandbox", rubric=rubric)
+    paths = [task.environment["PYTHONPATH"] for task in tasks]
+    assert paths == 2 * [f"/own:{tmp_path}/starter"]
+
+
+def test_a_student_marks_his_own_folder_without_the_hidden_parts(
+    ran, tmp_path, monkeypatch, capsys
+):
+    for part in ("part2", "part3"):
+        (tmp_path / "ada" / part).mkdir(parents=True)
+        (tmp_path / "ada" / part / "main.py").write_text("half")
+    rubric = RUBRIC.replace("points = 4", "points = 4\nhidden = true")
+    (tmp_path / "rubric.toml").write_text(rubric)
+    monkeypatch.chdir(tmp_path / "ada")
+    assert main(["grade", "--self", "--rubric", "../rubric.toml"]) == 0
+    said = capsys.readouterr().out
+    assert "Part 2: by hand: 3 of 6\n  -3: T (literal-divisor). C." in said
+    assert ("Part 3" in said, ran) == (False, ["half"])
 
 
 def test_tables_are_written_after_each_part_and_each_reader_has_his_own_sentence(

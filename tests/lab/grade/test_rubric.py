@@ -49,6 +49,21 @@ def own(tmp_path, monkeypatch):
     return folder
 
 
+def test_what_a_rubric_provides_is_a_folder_beside_it(own):
+    rubric = DRIVEN.replace("[parts.one]", 'provides = "starter"\n[parts.one]')
+    (own / "own.toml").write_text(rubric)
+    (own / "starter").touch()
+    with pytest.raises(UserError, match=r"provides: there is no \S*starter"):
+        load_rubric("../course/own.toml")
+    (own / "starter").unlink()
+    (own / "starter").mkdir()
+    assert Path(load_rubric("../course/own.toml").provides).samefile(own / "starter")
+    (own / "starter/model.py").touch()
+    assert main(["grade", "--zip", "a.zip", "--rubric", "../course/own.toml"]) == 0
+    names = zipfile.ZipFile("a.zip").namelist()
+    assert {"assignment/own.py", "assignment/starter/model.py"} <= set(names)
+
+
 def test_a_driver_is_found_beside_its_rubric_and_its_findings_have_prices(own):
     priced = DRIVEN.replace("[parts.one]", "deductions.too-slow = 0.5\n[parts.one]")
     (own / "own.toml").write_text(priced)
@@ -62,7 +77,7 @@ def test_a_driver_is_found_beside_its_rubric_and_its_findings_have_prices(own):
     ("text", "changed", "said"),
     [
         ('driver = "own.py"', "", "name its file as driver"),
-        ('"own.py"', '"other.py"', "there is no file"),
+        ('"own.py"', '"other.py"', "driver: there is no"),
         ('"own.py"', '"../course/own.py"', "beside the rubric"),
         ("[parts.one]", "deductions.too-fast = 1\n[parts.one]", "nor has [findings]"),
         ("[findings.too-slow]", "[findings.sum-not-mean]", "this name is taken"),

@@ -17,7 +17,10 @@ LESSON = {lesson.number: lesson for lesson in LESSONS}
 @pytest.mark.parametrize("wrong", [*LESSON_3, *OTHERS, *LATER, *DDP], ids=str)
 def test_a_wrong_solution_is_told_its_cause(wrong, tmp_path):
     solve(3, tmp_path)  # lessons 4 and 5 load it
-    student = StudentFile(solve(wrong.lesson, tmp_path, wrong.blanks, wrong.edit))
+    path = solve(wrong.lesson, tmp_path, wrong.blanks, wrong.edit)
+    if wrong.lesson == 3:  # two epochs tell as much; the right solution trains all three
+        path.write_text(path.read_text().replace("epochs=3", "epochs=2"))
+    student = StudentFile(path)
     with pytest.raises(Mistake) as raised:
         resolve_name(LESSON[wrong.lesson].check)(student, lambda _text: None)
     told = str(raised.value)

@@ -5,6 +5,7 @@ They run, and the audit calls them right.
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -118,7 +119,8 @@ def test_the_audit_calls_the_filled_starter_right(starter, sync):
     """With the printed command and fewer steps, in the folder with the course's model.py."""
     folder, command = starter
     program = (folder / "main.py").read_text()
-    words = command.replace("main.py", "{script}").replace("all_reduce", sync)
+    words = command.replace(shlex.quote(str(folder / "main.py")), "{script}")
+    words = words.replace("all_reduce", sync)
     words = words.replace("--steps 6", "--steps 3")
     blanks = {name: f'    raise NotImplementedError("{name}")' for name in WRITTEN}
     for name, text in WRITTEN.items():

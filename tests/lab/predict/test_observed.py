@@ -62,7 +62,7 @@ def test_the_text_says_what_moved_and_how_far(tmp_path, capsys):
     assert main(["predict", *OWN_STEP, *ON_LINKS, *SYNC, "--fit", str(path)]) == 0
     said = capsys.readouterr().out
     assert "all_reduce on 4 nodes: measured 1.4 s" in said
-    assert "as your own steps say" in said
+    assert "as you measured" in said
 
 
 def test_folders_of_runs_and_tables_say_the_same(tmp_path, capsys):

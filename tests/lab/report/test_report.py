@@ -4,7 +4,6 @@ import base64
 import csv
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,7 +14,6 @@ from msgspec.structs import replace
 
 from common.profiling.records import RankTimeline, SentMessage
 from common.runs import TimelineFile
-from lab.plot_style import spread
 from lab.report import write_report
 from lab.report.drawings.timeline_figure import Row, draw_timeline
 from lab.report.tables import csv_text, markdown
@@ -374,12 +372,3 @@ def test_a_timeline_of_an_earlier_version_has_no_scopes():
     older = {"kind": "all_reduce", "bytes": 8, "sent_bytes": 8.0, "begin": 0.1, "end": 0.2}
     message = msgspec.convert(older, SentMessage)
     assert (message.scope, label(message)) == ("", "all_reduce")
-
-
-def test_labels_are_spread():
-    places = spread([0.5, 0.5, 0.51, 0.9], 0.1)
-    assert all(high - low >= 0.1 - 1e-9 for low, high in pairwise(places))
-    assert places[3] == 0.9
-    assert sum(places[:3]) == pytest.approx(1.51)  # moved as little as needed
-    assert spread([0.98, 0.99], 0.1) == pytest.approx([0.9, 1.0])
-    assert spread([], 0.1) == []

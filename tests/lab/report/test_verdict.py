@@ -37,7 +37,7 @@ FAST = "On 4 nodes ddp is fastest: 0.284 s a step"
 SENTENCES = [
     (
         on(4, "gather_scatter", "ring", "ddp"),
-        f"{FAST}, 1.74 times as fast as gather_scatter; with all 3 strategies every "
+        f"{FAST}, 1.74 times as fast as gather_scatter; with all 3 exact strategies every "
         "rank got the mean gradient in the first step.",
     ),
     (  # the largest number of nodes answers
@@ -49,7 +49,7 @@ SENTENCES = [
         on(4, "gather_scatter", "ring", "ddp", "ddp_fp16"),
         "On 4 nodes ddp_fp16 (not exact) is fastest: 0.272 s a step, 1.82 times as fast as "
         "gather_scatter; of the exact strategies ddp is fastest: 0.284 s a step, 1.74 times as "
-        "fast as gather_scatter; with the 3 exact strategies every rank got the mean "
+        "fast as gather_scatter; with all 3 exact strategies every rank got the mean "
         "gradient in the first step.",
     ),
     (

@@ -18,7 +18,7 @@ from tests.helpers.what_if_page import choose_preset, open_all, settle
 
 pytestmark = needs_browser
 
-PICTURES = ("timeline", "steps", "efficiency", "bytes")
+PICTURES = ("timeline", "steps", "efficiency")
 
 
 def presets(what_if):

@@ -203,7 +203,7 @@ def test_more_ranks_than_samples(phone, what_if):
     """The answer and the settings have the batch that is predicted."""
     show(phone, what_if.preset("cloudlab") | {"nodes": 4096})
     assert "global batch of 8,192" in text(phone, "sentence")
-    assert "8,192 samples over 4,096 nodes, 2 each" in text(phone, "settings")
+    assert "8,192 samples, 2 a node" in text(phone, "settings")
     assert "None of these steps is like yours" in text(phone, "error")
 
 

@@ -18,12 +18,11 @@ from tests.helpers.browser import (
     seen_texts,
     sticking_out,
     text_contrasts,
-    unnamed_controls,
 )
-from tests.helpers.picture_samples import cases, scaling, sent, strategies, timeline
+from tests.helpers.picture_samples import cases, scaling, strategies, timeline
 
 FOLDER = Path(lab.whatif.__file__).parent
-PICTURES = ("timeline", "steps", "efficiency", "bytes")
+PICTURES = ("timeline", "steps", "efficiency")
 STYLE = """
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 "DejaVu Sans"; }
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f23; --muted: #57606a; --faint: #ddd; }
@@ -69,7 +68,6 @@ def draw_all(page, case):
     draw(page, "timeline", case["timeline"])
     draw(page, "steps", case["curves"])
     draw(page, "efficiency", case["curves"])
-    draw(page, "bytes", case["bytes"])
 
 
 def outlines(page, selector):
@@ -236,54 +234,22 @@ def test_efficiency(page):
 
 
 @needs_browser
-def test_bytes(page):
-    """Bars are as long as their bytes; equal numbers of rank 0 and the others share a bar."""
-    draw(page, "bytes", sent(["gather_scatter", "ddp", "none"], 4))
-    lengths = [right - left for left, right in boxes(page, ".bytes")]
-    root, others, every, nothing = lengths
-    assert others == pytest.approx(root / 3, abs=0.1)
-    assert every == pytest.approx(root / 2, abs=0.1)
-    assert nothing == 0
-    assert root > 500
-    shown = " ".join(texts(page, "#bytes text"))
-    for number in ("rank 0: 111 MB", "others: 36.9 MB", "each rank: 55.4 MB", "0 B"):
-        assert number in shown
-
-
-@needs_browser
-def test_keys_and_pointer(page):
-    """Each number is told to keys, to screen readers and to the pointer, inside the picture."""
-    model = timeline(400, wire=1.5)
-    draw(page, "timeline", model)
+def test_the_pointer_is_told_numbers(page):
+    """Of what it is on or near, inside the picture; keys and screen readers have the tables."""
+    draw(page, "timeline", timeline(400, wire=1.5))
     draw(page, "steps", scaling(["ddp", "ring"], 4))
-    assert unnamed_controls(page) == []
-    assert page.locator("#timeline [tabindex]").count() == 2  # not 400
-
-    page.keyboard.press("Tab")
-    assert "forward" in told(page, "timeline")
-    page.keyboard.press("ArrowRight")
-    assert "backward 60 ms" in told(page, "timeline")
-    page.keyboard.press("Tab")
-    assert "message 1 of 400" in told(page, "timeline")
-    page.keyboard.press("End")
-    last = told(page, "timeline")
-    assert "message 400 of 400" in last
-    assert spoken(page) == last.replace(",", "")
-    page.keyboard.press("Escape")
-    assert told(page, "timeline") == ""
-
-    page.keyboard.press("Tab")
-    assert "ddp on 4 nodes 35 ms a step" in told(page, "steps")  # the reader's point first
-    page.keyboard.press("ArrowRight")
-    assert "ddp on 8 nodes" in told(page, "steps")
-    draw(page, "steps", scaling(["ddp", "ring"], 4, seconds=0.2))
-    assert "ddp on 4 nodes 70 ms a step" in told(page, "steps")  # drawn anew under the focus
-
+    assert page.locator("svg [tabindex]").count() == 0
     box = page.locator("#timeline .pass.backward").bounding_box()
     page.mouse.move(box["x"] + 5, box["y"] + 5)
     assert "backward 60 ms" in told(page, "timeline")
+    below = page.locator("#timeline .message").bounding_box()
+    page.mouse.move(below["x"] + below["width"] - 1, below["y"] + 5)
+    assert "message 400 of 400" in told(page, "timeline")
     page.mouse.move(box["x"] + 5, box["y"] + 2000)
     assert told(page, "timeline") == ""
+    ring = page.locator("#steps .reader").first.bounding_box()
+    page.mouse.move(ring["x"] + ring["width"] / 2, ring["y"] + ring["height"] / 2)
+    assert "ddp on 4 nodes 35 ms a step" in told(page, "steps")
 
 
 def told(page, name):
@@ -303,12 +269,6 @@ def told(page, name):
     return text
 
 
-def spoken(page):
-    """Return what a screen reader says of the focused part."""
-    text = page.evaluate("document.activeElement.getAttribute('aria-valuetext')")
-    return text.replace(",", "")
-
-
 @needs_browser
 def test_narrow(browser, file):
     """On a phone, texts stay apart and large; a wider window draws anew."""
@@ -317,10 +277,9 @@ def test_narrow(browser, file):
         assert overlapping(page) == []
         assert sticking_out(page) == []
         assert min(text.size for text in seen_texts(page)) >= 10.99
-        assert page.locator("#steps [tabindex]").count() == len(strategies()) + 1
         page.set_viewport_size({"width": 1000, "height": 900})
         page.wait_for_function(
-            "document.getElementById('bytes').getAttribute('viewBox').startsWith('0 0 1000 ')"
+            "document.getElementById('steps').getAttribute('viewBox').startsWith('0 0 1000 ')"
         )
 
 
@@ -362,12 +321,14 @@ def test_each_tip_is_inside(browser, file):
 OUTSIDE = """() => {
   const outside = [];
   let count = 0;
-  for (const stop of document.querySelectorAll(".stop")) {
-    const picture = stop.ownerSVGElement;
-    stop.focus();
-    for (const key of ["Home", "ArrowRight", "End"]) {
-      stop.dispatchEvent(new KeyboardEvent("keydown", { key }));
+  for (const mark of document.querySelectorAll(".pass, .message, .waits, .marker, .measured")) {
+    const picture = mark.ownerSVGElement;
+    const { left, right, top, height } = mark.getBoundingClientRect();
+    const clientY = top + height / 2;
+    for (const clientX of [left, right]) {
+      picture.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY }));
       const tip = picture.querySelector(".tip div");
+      if (tip === null) continue;
       const inner = tip.getBoundingClientRect();
       const outer = picture.getBoundingClientRect();
       const isInside = inner.left >= outer.left && inner.right <= outer.right
@@ -388,12 +349,11 @@ def test_saved_files(browser, file, tmp_path):
     with browser.page(file, width=700, dark=True) as page:
         draw_all(page, CASES["four nodes"])
         for name in PICTURES:
-            page.locator(f"#{name} .stop").first.focus()  # what is told there is not saved
+            page.locator(f"#{name} path").nth(3).dispatch_event("pointermove")
             with page.expect_download() as download:
                 page.evaluate(f"Pictures.save(document.getElementById('{name}'), 'whatif')")
             assert download.value.suggested_filename == "whatif.svg"
             download.value.save_as(tmp_path / f"{name}.svg")
-            page.evaluate("document.activeElement.blur()")
             shown[name] = texts(page, f"#{name} text")
         page.evaluate("scrollTo(0, 0)")
         here = pixels(page).astype(float)

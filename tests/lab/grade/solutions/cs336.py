@@ -1,9 +1,13 @@
 """A right solution of CS336's data-parallel parts, with the functions of its tests/adapters.py."""
 
+import importlib.metadata
+
 import kernels_for_gpus  # which is not installed where this is graded
 import torch
 import torch.distributed as dist
 from torch import nn
+
+VERSION = importlib.metadata.version("cs336-systems")  # as the course's layout asks; it is copied
 
 
 @kernels_for_gpus.jit
