@@ -97,6 +97,10 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "the same step on one node where all its ranks compute, e.g. 130ms, with "
         "--ranks-per-node (default: a typical loss)",
     },
+    "--optimizer": {
+        "choices": ["sgd", "momentum", "adam", "lamb"],
+        "help": "whose update a step contains; momentum is SGD's (default: the model's usual one)",
+    },
     "--batch": {"type": int, "help": "samples of the step of --step-time"},
     "--gradient-type": {
         "choices": [*GRADIENT_BYTES],
@@ -356,6 +360,8 @@ def _scenarios(
 ) -> "list[Scenario]":
     """Return what is predicted: a scenario for each --rate, or one with the calibrated links."""
     from lab.predict.cluster import typical_latency
+    from lab.predict.compute_model import OPTIMIZERS
+    from lab.predict.own_model import usual_optimizer
     from lab.predict.scenario import Scenario
     from lab.units import parse_latency, parse_rate
 
@@ -391,6 +397,7 @@ def _scenarios(
             accumulation_steps=args.accumulation_steps,
             gradient_type=None if args.gradient_type == "fp32" else args.gradient_type,
             sync_batchnorm=args.sync_batchnorm == "on",
+            update_bytes=OPTIMIZERS[args.optimizer or usual_optimizer(args.model)],
         )
         scenarios.append(scenario)
     return scenarios

@@ -29,12 +29,14 @@ class CommonModel:
     """A model of ``tensors`` gradients, taken to be equal matrices.
 
     ready : shares of the gradients that backward has made after ``_SHARES`` of its time.
+    optimizer : that it is usually trained with, of ``OPTIMIZERS``.
     """
 
     name: str
     parameters: int
     tensors: int
     ready: tuple[float, ...]
+    optimizer: str = "momentum"
 
     def gradients(self, nbytes: float | None = None) -> tuple[GradientShape, ...]:
         """Return the gradients in fp32, or such that they have about ``nbytes`` together."""
@@ -84,7 +86,8 @@ def common_models() -> Mapping[str, CommonModel]:
     models = {}
     for name, entry in tables.items():
         ready = (0.0, *entry["ready"])
-        models[name] = CommonModel(name, entry["parameters"], entry["tensors"], ready)
+        optimizer = entry.get("optimizer", "momentum")
+        models[name] = CommonModel(name, entry["parameters"], entry["tensors"], ready, optimizer)
     return models
 
 

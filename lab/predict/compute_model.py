@@ -18,6 +18,10 @@ from common.utils.typed_json import Count, Ranks, Share
 
 LEAST_SECONDS = 1e-9  # of a step's forward and backward
 PartSeconds = Annotated[float, Meta(ge=0, le=1e4)]
+# Bytes that an update reads and writes for each parameter: fp32 weights, gradients and state. LAMB
+# passes its update three times, for norms and the step.
+OPTIMIZERS = {"sgd": 12, "momentum": 20, "adam": 28, "lamb": 48}
+MOST_UPDATE = 0.75  # of a step
 LEAST_SAMPLES = 2  # per rank, of a model with BatchNorm: training refuses fewer
 
 
@@ -47,6 +51,8 @@ class StepCompute:
     ``forward_waits`` and ``backward_waits`` say when and for how long. They are no part of the
     seconds above. ``lab.predict.event_model.with_waits`` sets all three. ``alone`` is the step of a
     rank that waits for no slower one, if the seconds above are those of the slowest.
+    ``update_ranks`` : ranks of the node whose measured step these seconds are; a strategy that
+    shards the update shared it out among them.
     """
 
     before_seconds: float
@@ -60,6 +66,7 @@ class StepCompute:
     forward_waits: Sequence[Wait] = ()
     backward_waits: Sequence[Wait] = ()
     passes: int = 1
+    update_ranks: int = 1
 
     @classmethod
     def of_layers(

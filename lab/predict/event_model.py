@@ -548,7 +548,8 @@ def _busy_and_exposed(
     slowed_forward, before_forward = exposed_seconds(
         _beside_forward(costs, ranks, network, compute), compute.forward_end
     )
-    computed = compute.passes_seconds + plan.update_share(ranks) * compute.update_seconds
+    saved = plan.update_share(min(ranks, compute.update_ranks)) - plan.update_share(ranks)
+    computed = compute.seconds - saved * compute.update_seconds
     # A strategy that sends in every eighth step only (local SGD) costs an eighth of that.
     slowed = slowed_forward / plan.period + slowed_backward / plan.period
     exposed = before_forward / plan.period + after_backward / plan.period + compute.wait_seconds

@@ -18,6 +18,12 @@ def model_names() -> list[str]:
     return [*MODELS, *(name for name in common_models() if not name.endswith(_AS_IN_MODELS))]
 
 
+def usual_optimizer(model: str | None) -> str:
+    """Return the optimiser of ``OPTIMIZERS`` that a model is usually trained with."""
+    known = common_models().get(model or "")
+    return known.optimizer if known else "momentum"
+
+
 def with_own_model(
     calibration: Calibration,
     *,

@@ -23,7 +23,7 @@ from common.say import (
     range_text,
     rate_text,
 )
-from lab.predict.calibration_file import QUIET_SHARE, Calibration
+from lab.predict.calibration_file import QUIET_SHARE
 from lab.predict.cluster import TypicalCluster
 from lab.predict.event_model import HEADERS, LARGEST_NODES
 from lab.predict.scaling import ScalingLimit, most_nodes
@@ -58,7 +58,7 @@ def summarize(
         about += f"; {_nodes_text(scenario)}"
     typical = scenario.rate_bits is not None and "latency" not in given
     lines = [
-        _source_text(calibration, is_reference=is_reference, own_nodes=scenario.own_nodes),
+        _source_text(scenario, is_reference=is_reference),
         about,
     ]
     if scenario.cluster is None:
@@ -78,8 +78,9 @@ def _owner(scenario: Scenario) -> str:
     return "node" if scenario.ranks_per_node == 1 else "rank"
 
 
-def _source_text(calibration: Calibration, *, is_reference: bool, own_nodes: bool) -> str:
+def _source_text(scenario: Scenario, *, is_reference: bool) -> str:
     """Return where the times of computing come from."""
+    calibration = scenario.calibration
     source = f"calibrated on {calibration.name}, {calibration.made}"
     if calibration.quick:
         source += ", quickly"
@@ -88,8 +89,13 @@ def _source_text(calibration: Calibration, *, is_reference: bool, own_nodes: boo
             f", while other programs used {percent(calibration.others_share)} of its cores "
             "(calibrate again)"
         )
-    if own_nodes:
-        return f"a step's time is yours; how it divides into forward, backward and update: {source}"
+    if scenario.cluster is not None and scenario.own_nodes:
+        seconds = duration_text(scenario.update_seconds(scenario.cluster))
+        return (
+            f"a step's time is yours, {seconds} of it the update's, typical for "
+            f"{scenario.update_bytes:g} bytes a parameter (--optimizer sets them); how the rest "
+            f"divides into forward and backward: {source}"
+        )
     if is_reference:
         return (
             f"NOT this machine: {source}; this calibration comes with the project. `lab calibrate` "

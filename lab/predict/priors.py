@@ -65,8 +65,9 @@ class Prior:
 class ClusterValues:
     """What one cluster costs, or one in each of ``DRAWS`` draws: the fields hold floats or arrays.
 
-    The names are those of priors.toml, in seconds and bits a second. ``most_bits`` is infinite, and
-    ``tree_share`` 0, where no such limit and no tree is known.
+    The names are those of priors.toml, in seconds and bits a second; ``sum_seconds`` and
+    ``update_seconds`` are of a byte. ``most_bits`` is infinite, and ``tree_share`` 0, where no such
+    limit and no tree is known.
     """
 
     fixed_share: Any
@@ -76,6 +77,7 @@ class ClusterValues:
     straggler: Any
     inside_bits: Any
     inside_seconds: Any
+    update_seconds: Any
     sum_seconds: Any
     line_share: Any
     most_bits: Any
@@ -159,6 +161,7 @@ class Beliefs:
             straggler=found["straggler"],
             inside_bits=1e9 * found["inside_gbit"],
             inside_seconds=1e-6 * found["inside_us"],
+            update_seconds=1e-9 / found["update_gbytes"],
             sum_seconds=1e-9 / found["sum_gbytes"] if "sum_gbytes" in found else 0.0,
             line_share=_at_most_one(found["line_share"]),
             most_bits=1e9 * found.get("most_gbit", math.inf),

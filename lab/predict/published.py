@@ -14,7 +14,7 @@ from typing import Any
 from lab.predict.calibration_file import Calibration, load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
 from lab.predict.common_models import TENSORS, evenly, model_called
-from lab.predict.compute_model import LEAST_SAMPLES
+from lab.predict.compute_model import LEAST_SAMPLES, OPTIMIZERS
 from lab.predict.event_model import LARGEST_NODES
 from lab.predict.fitting import MeasuredStep
 from lab.predict.own_model import with_own_step
@@ -122,6 +122,8 @@ class PublishedStep:
             step_seconds=step_seconds,
             step_samples=step_samples,
             node_step_seconds=node_step,
+            # For each entry of the gradients, which may have 2 bytes.
+            update_bytes=OPTIMIZERS[model.optimizer] * 4 * model.parameters / nbytes,
         )
         plan = message_plans([self.strategy], scenario.plan_options)[self.strategy]
         return MeasuredStep(scenario, plan, self.nodes, self.measured_step_s)

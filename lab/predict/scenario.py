@@ -15,8 +15,15 @@ from common.sync.plans.batchnorm import SyncBatchNormPlan
 from lab.predict.calibrated_draws import drawn_network, drawn_remainder
 from lab.predict.calibration_file import Calibration
 from lab.predict.cluster import TypicalCluster, typical_latency
-from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples, times
-from lab.predict.event_model import HEADERS, Network, with_waits
+from lab.predict.compute_model import (
+    LEAST_SAMPLES,
+    MOST_UPDATE,
+    OPTIMIZERS,
+    StepCompute,
+    local_samples,
+    times,
+)
+from lab.predict.event_model import HEADERS, Network, smaller, with_waits
 from lab.predict.priors import Beliefs
 
 # Between two ranks of a node, where it was not measured: GPUs on PCIe; NVLink is faster.
@@ -77,6 +84,7 @@ class Scenario:
         there is one.
     node_step_seconds : the same step on a node where all of its ranks compute; messages inside the
         node are part of it.
+    update_bytes : that the optimiser reads and writes for each parameter.
     in_draws : network and compute hold arrays, an entry for each draw of what is uncertain.
 
     Raises UserError if the values contradict each other or the calibration.
@@ -97,6 +105,7 @@ class Scenario:
     cluster: TypicalCluster | None = None
     step_seconds: float | None = None
     node_step_seconds: float | None = None
+    update_bytes: float = OPTIMIZERS["momentum"]
     in_draws: bool = False
 
     def __post_init__(self) -> None:
@@ -284,8 +293,11 @@ class Scenario:
             least_samples=self.least_samples,
             accumulation_steps=self.accumulation_steps,
         )
+        # The calibration's own optimiser is SGD with momentum.
+        as_calibrated = self.update_bytes / OPTIMIZERS["momentum"]
+        compute = replace(compute, update_seconds=as_calibrated * compute.update_seconds)
         if self.cluster is not None:
-            alone = times(compute, self._own_step_factor(self.cluster, ranks))
+            alone = self._own_step(self.cluster, ranks, compute)
             slowest = times(alone, self.cluster.values.straggling(nodes))
             compute = replace(slowest, alone=alone)
         if not self.sync_batchnorm:
@@ -298,18 +310,33 @@ class Scenario:
             network=network or self.network,
         )
 
-    def _own_step_factor(self, cluster: TypicalCluster, ranks: int) -> Any:
-        """Return the reader's own step, at the samples of a rank, over the calibrated one."""
+    def _own_step(self, cluster: TypicalCluster, ranks: int, compute: StepCompute) -> StepCompute:
+        """Return the reader's own step at the samples of a rank, divided as the calibrated one.
+
+        The update does not: it takes as long as its bytes.
+        """
         if self.step_seconds is None or self.step_samples is None:
-            return 1.0
+            return compute
         step_seconds: Any = self.step_seconds
         if self.node_step_seconds is not None:
             step_seconds = self.node_step_seconds
+            compute = replace(compute, update_ranks=self.ranks_per_node)
         elif self.ranks_per_node > 1:
             step_seconds = step_seconds * (1 + cluster.values.node_loss)
+        update = self.update_seconds(cluster)
         samples = self._micro_batch(ranks)
-        own = step_seconds * cluster.values.batch_share(samples / self.step_samples)
-        return own / self.calibration.compute.at(samples).seconds
+        share = cluster.values.batch_share(samples / self.step_samples)
+        factor = (
+            (step_seconds - update) * share / (compute.before_seconds + compute.backward_seconds)
+        )
+        return replace(times(compute, factor), update_seconds=update)
+
+    def update_seconds(self, cluster: TypicalCluster) -> Any:
+        """Return how long the optimiser takes for its bytes, a part of the reader's own step."""
+        assert self.step_seconds is not None
+        entries = sum(size.entries for size in self.calibration.gradient_sizes)
+        by_bytes = self.update_bytes * entries * cluster.values.update_seconds
+        return smaller(by_bytes, MOST_UPDATE * self.step_seconds)
 
     def _micro_batch(self, ranks: int) -> int:
         """Return the samples of a rank's pass."""

@@ -28,6 +28,7 @@ from lab.predict import (
     cli,
     cluster,
     common_models,
+    compute_model,
     event_model,
     own_model,
     printing,
@@ -188,6 +189,8 @@ def _constants() -> dict[str, Any]:
         "remainder": calibrated_draws.REMAINDER,
         "large_step": calibration_file.LARGE_STEP,
         "tensors": common_models.TENSORS,
+        "update_bytes": compute_model.OPTIMIZERS["momentum"],
+        "most_update": compute_model.MOST_UPDATE,
         "gradient_bytes": cli.GRADIENT_BYTES,
         "interval": tables.INTERVAL,
         "purchases": tables.PURCHASES,
@@ -274,6 +277,7 @@ def _model(calibration: Calibration, name: str) -> dict[str, Any]:
         "ready_bytes": None if compute.ready_bytes == in_turn else compute.ready_bytes,
         "ready_shares": None if compute.ready_shares == evenly else compute.ready_shares,
         "least_samples": _least_samples(calibration),
+        "update_bytes": compute_model.OPTIMIZERS[own_model.usual_optimizer(name)],
     }
 
 

@@ -374,7 +374,8 @@ const Engine = (() => {
   const modelOf = (data, state) => {
     if (state.model !== "own") return data.models.find((known) => known.name === state.model);
     const gradients = equalMatrices(state.parameters, data.constants.tensors);
-    return { gradients, ready_bytes: null, ready_shares: null, least_samples: 1 };
+    const { update_bytes } = data.constants;
+    return { gradients, ready_bytes: null, ready_shares: null, least_samples: 1, update_bytes };
   };
 
   /** Return the fewest samples of a rank's step: BatchNorm needs two. */
@@ -527,7 +528,13 @@ const Engine = (() => {
   const newMessages = (data, state) => {
     const model = modelOf(data, state);
     const gradients = gradientsOf(model, data.constants.gradient_bytes[state.gradient_type]);
-    return { gradients, readiness: readinessOf(model, gradients), schedules: new Map() };
+    const entries = gradients.reduce((sum, gradient) => sum + gradient.entries, 0);
+    return {
+      gradients,
+      readiness: readinessOf(model, gradients),
+      updateBytes: model.update_bytes * entries,
+      schedules: new Map(),
+    };
   };
 
   /** Return what a rank computes in a step, by the profiles alone, and its samples. */
@@ -540,18 +547,21 @@ const Engine = (() => {
     const divisor = state.scaling === "strong" ? ranks : 1;
     const samples = Math.max(setting.leastSamples, Math.ceil(state.batch_size / divisor));
     const ranksHere = ownNodes ? 1 : Math.min(ranks, state.ranks_per_node);
-    const alone = wholeStep(computeAt(profiles, samples, 1));
-    return { samples, alone, compute: computeAt(profiles, samples, ranksHere) };
+    return { samples, compute: computeAt(profiles, samples, ranksHere) };
   };
 
-  /** Return the reader's own step, at a rank's samples, over the one of the profiles. */
-  const ownStepFactor = (setting, values, profiled) => {
-    const { state } = setting;
-    if (!setting.ownNodes) return 1;
+  /** Return the reader's own step at a rank's samples; its update takes as long as its bytes. */
+  const ownCompute = (setting, values, profiled) => {
+    const { data, state, updateBytes } = setting;
     const loss = state.ranks_per_node > 1 ? 1 + values.node_loss : 1;
+    const step = 1e-3 * state.step_ms;
+    const byBytes = (1e-9 * updateBytes) / values.update_gbytes;
+    const update = Math.min(byBytes, data.constants.most_update * step);
     const batches = profiled.samples / state.batch;
     const batchShare = values.fixed_share + (1 - values.fixed_share) * batches;
-    return (1e-3 * state.step_ms * loss * batchShare) / profiled.alone;
+    const { before, backward } = profiled.compute;
+    const factor = ((loss * step - update) * batchShare) / (before + backward);
+    return { ...times(profiled.compute, factor), update };
   };
 
   /** Return what a state decides of what strategies send; NCCL fetches weights ahead. */
@@ -770,9 +780,11 @@ const Engine = (() => {
     const { nodes } = schedule;
     const profiled = profiledAt(setting, nodes);
     if (!costs.values) return profiled.compute;
-    const own = ownStepFactor(setting, costs.values, profiled);
+    const alone = setting.ownNodes
+      ? ownCompute(setting, costs.values, profiled)
+      : profiled.compute;
     const straggling = 1 + costs.values.straggler * Math.sqrt(2 * Math.log(nodes));
-    return times(profiled.compute, othersWait ? own * straggling : own);
+    return othersWait ? times(alone, straggling) : alone;
   };
 
   /** Return the seconds of a step at these costs. */

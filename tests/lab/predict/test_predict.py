@@ -20,8 +20,10 @@ from lab.cli import main
 from lab.predict.bucket_choice import SIZES_MB
 from lab.predict.calibration_file import LARGE_STEP, load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
+from lab.predict.compute_model import OPTIMIZERS
 from lab.predict.event_model import HEADERS, Network
 from lab.predict.own_model import with_gradient_bytes, with_own_model, with_own_step
+from lab.predict.priors import load_priors
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.strategy_style import color
@@ -38,6 +40,13 @@ def scenario(**changes):
     links = {"rate_bits": 1e9, "latency_seconds": 2e-4}
     training = {"calibration": REFERENCE, "batch_size": 256, "scaling": "strong"}
     return Scenario(**training | links | changes)
+
+
+def own_bert():
+    """Return a calibration for BERT-large on the reader's own nodes."""
+    return with_own_model(
+        REFERENCE, model="bert_large", parameters=None, step_seconds=0.145, batch=16
+    )
 
 
 def table(nodes, strategies, **changes):
@@ -84,6 +93,54 @@ def test_a_slower_strategy_has_no_higher_speedup():
         ].speedup
         > rows["all_reduce", 2].speedup
     )
+
+
+BERT = {"step_seconds": 0.145, "step_samples": 16, "batch_size": 16, "scaling": "weak"}
+BERT_PARAMETERS = sum(size.entries for size in own_bert().gradient_sizes)
+
+
+@pytest.mark.parametrize(("optimizer", "nbytes"), [("sgd", 12), ("adam", 28), ("lamb", 48)])
+def test_an_update_takes_as_long_as_its_bytes_and_shards_share_it(optimizer, nbytes):
+    known = {"calibration": own_bert(), "own_nodes": True, "cluster": NCCL, **BERT}
+    known["update_bytes"] = OPTIMIZERS[optimizer]
+    update = BERT_PARAMETERS * nbytes / 450e9
+    [prior] = [prior for prior in load_priors() if prior.name == "nccl.update_gbytes"]
+    assert prior.typical == 450
+    steps = table([1, 8], ["ddp", "ddp_zero1"], **known)
+    for name in ("ddp", "ddp_zero1"):  # one rank's step is the reader's own
+        assert steps[name, 1].prediction.step_seconds == pytest.approx(0.145)
+    whole, shared = (steps[name, 8].prediction for name in ("ddp", "ddp_zero1"))
+    saved = (whole.compute_seconds - whole.slowed_seconds) - (
+        shared.compute_seconds - shared.slowed_seconds
+    )
+    assert saved == pytest.approx(NCCL.values.straggling(8) * update * 7 / 8)
+
+
+def test_the_step_of_a_node_has_the_update_as_its_ranks_shared_it():
+    known = {"calibration": own_bert(), "own_nodes": True, "cluster": NCCL, **BERT}
+    node = {"ranks_per_node": 8, "node_step_seconds": 0.15, "rate_bits": 1e11}
+    steps = table([1, 4], ["fsdp", "ddp"], **known, **node)
+    assert steps["fsdp", 1].prediction.step_seconds == pytest.approx(0.15)
+    fsdp, ddp = (steps[name, 4].prediction for name in ("fsdp", "ddp"))
+    saved = ddp.compute_seconds - ddp.slowed_seconds - fsdp.compute_seconds + fsdp.slowed_seconds
+    update = BERT_PARAMETERS * 20 / 450e9
+    assert saved == pytest.approx(NCCL.values.straggling(4) * update * (1 / 8 - 1 / 32))
+
+
+def test_an_update_is_at_most_three_quarters_of_a_step(capsys):
+    own = ["--model", "gpt2_xl", "--step-time", "10ms", "--batch", "1", "--sync", "ddp_zero1"]
+    assert predict(*own, "--json", links="--rate 1tbit --transport rdma") == 0
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    assert row["prediction"]["compute_seconds"] > 0.25 * 0.01
+
+
+def test_a_transformer_is_trained_with_adam_unless_the_reader_says_otherwise(capsys):
+    own = ["--model", "bert_large", "--step-time", "145ms", "--batch", "16", "--sync", "ddp"]
+    for given, nbytes in (((), 28), (("--optimizer", "sgd"), 12)):
+        assert predict(*own, *given) == 0
+        text = capsys.readouterr().out
+        assert f"{nbytes} bytes a parameter" in text
+        assert f"{1e3 * BERT_PARAMETERS * nbytes / 450e9:.3g} ms of it the update's" in text
 
 
 def test_auto_is_the_best_size_of_buckets_for_each_number_of_nodes():

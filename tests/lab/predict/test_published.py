@@ -129,7 +129,9 @@ def test_a_batch_may_be_a_mean(read):
     seconds = [float(cell.predicted(cell.scenario)) for cell in cells]
     share = cells[0].scenario.cluster.values.fixed_share
     assert seconds[0] == pytest.approx(0.2)
-    assert seconds[1] == pytest.approx(0.2 * (share + (1 - share) / 3), rel=1e-4)
+    update = cells[0].scenario.update_seconds(cells[0].scenario.cluster)
+    expected = update + (0.2 - update) * (share + (1 - share) / 3)
+    assert seconds[1] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_step_of_a_node_is_that_at_the_batch_of_the_row(read):

@@ -54,7 +54,7 @@ CASES: list[tuple[dict[str, Any], dict[str, list[str]]]] = [
     (
         {},
         {
-            "limit": ["Computing limits", "17 %", "nothing hides", "slow computing"],
+            "limit": ["Computing limits", "16 %", "nothing hides", "slow computing"],
             "about": [
                 "vgg11 on 4 nodes, Gloo over TCP on virtual machines at 10 Gbit/s",
                 "256 samples",
