@@ -208,18 +208,18 @@ def test_functions_of_common_take_few_parameters():
 # "lab" are the files directly there. Lower a row with each cut; whoever raises one says in the
 # commit what for.
 MOST_STATEMENTS = {
-    "benchmarks": 820,
+    "benchmarks": 910,
     "common": 710,
     "common/config": 390,
     "common/data": 340,
     "common/distributed": 1220,
     "common/emulation": 150,
-    "common/experiment": 340,
+    "common/experiment": 350,
     "common/models": 230,
-    "common/profiling": 330,
+    "common/profiling": 340,
     "common/reporting": 580,
     "common/sync": 1460,
-    "common/training_engine": 1410,
+    "common/training_engine": 1490,
     "common/utils": 790,
     "courses": 400,
     "lab": 270,
@@ -246,7 +246,7 @@ MOST_NODES_PER_STATEMENT = 6.7
 # prefix, and to the last part if it has none.
 PARTS_OF_COMMON = {
     "1. Training": (
-        2150,
+        2220,
         ["training.py", "evaluation.py", "training_engine/", "sync/", "data/", "models/"],
     ),
     "2. Processes": (
@@ -254,7 +254,7 @@ PARTS_OF_COMMON = {
         ["distributed/", "training_engine/launch.py", "training_engine/worker.py"],
     ),
     "3. A job": (
-        1850,
+        1870,
         [
             *("cli.py", "config/", "experiment/", "run_setup.py", "training_plan.py"),
             *("reporting/", "runs.py", "checkpoint.py"),

@@ -25,6 +25,7 @@ from common.reporting.rank_stats import gather_measurements
 from common.reporting.summary import report, report_end_of_rank
 from common.run_setup import Setup, prepare_model
 from common.training import EpochLog
+from common.training_engine.checkpoint_manager import CheckpointError
 from common.training_engine.evaluation_loop import unwrap
 from common.training_plan import make_plan, refuse_other_training
 from common.utils.hashing import digest
@@ -82,15 +83,18 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
                 ]
                 if not config.only_times:
                     callbacks.append(checkpoints)
-                engine.fit(
-                    loader,
-                    *setup.epochs,
-                    callbacks=callbacks,
-                    start_step=entries.get("step_in_epoch", 0),
-                    max_steps=config.max_steps,
-                    seed=config.seed,
-                    log_every=config.log_every,
-                )
+                try:
+                    engine.fit(
+                        loader,
+                        *setup.epochs,
+                        callbacks=callbacks,
+                        start_step=entries.get("step_in_epoch", 0),
+                        max_steps=config.max_steps,
+                        seed=config.seed,
+                        log_every=config.log_every,
+                    )
+                except CheckpointError as error:  # raised again once the numbers are reported
+                    locks.callback(_fail, error)
 
             measured = gather_measurements(setup, engine, logger)
             predictions = predict_test_set(setup, engine, test_loader, logger.own_steps)
@@ -104,3 +108,7 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
             )
         else:
             report_end_of_rank(setup, logger)
+
+
+def _fail(error: Exception) -> None:
+    raise error

@@ -12,8 +12,7 @@ the sections, e.g. the metrics, the callbacks and Python's own time.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -52,6 +51,26 @@ def seconds_between(begin: Moment, end: Moment) -> float:
     return begin.elapsed_time(end) / 1000
 
 
+class _Block:
+    """The block of a section; a class, since a generator takes twice as long to enter."""
+
+    __slots__ = ("_name", "_outer", "_timer")
+
+    def __init__(self, timer: "StepTimer", name: Section) -> None:
+        self._timer = timer
+        self._name = name
+        self._outer: Section | None = None
+
+    def __enter__(self) -> None:
+        self._outer = self._timer.current
+        self._timer.switch_to(self._name)
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.switch_to(self._outer)
+        if self._name == "backward":
+            self._timer.end_waits()
+
+
 class StepTimer:
     """Times the sections of each step; on a GPU with CUDA events, so that timing does not wait.
 
@@ -64,7 +83,7 @@ class StepTimer:
         self._device = device
         self._activity = activity or Activity()
         self._hooks: list[RemovableHandle] = []
-        self._section: Section | None = None
+        self.current: Section | None = None
         self._section_began: Moment = 0.0
         self._origin: tuple[Moment, float] = (0.0, 0.0)  # one moment, on both clocks
         self.begin()
@@ -108,28 +127,24 @@ class StepTimer:
             hook.remove()
         self._hooks = []
 
-    @contextmanager
-    def section(self, name: Section) -> Iterator[None]:
+    def section(self, name: Section) -> AbstractContextManager[None]:
         """Time the block as the section of that name, one of ``SECTIONS``.
 
         A section may occur several times in a step. One inside another interrupts it, so that no
         moment counts twice.
         """
-        outer = self._section
-        self._switch_to(name)
-        try:
-            yield
-        finally:
-            self._switch_to(outer)
-            if name == "backward":
-                self._waits = len(self._spans.get("sync", ()))
+        return _Block(self, name)
 
-    def _switch_to(self, name: Section | None) -> None:
+    def end_waits(self) -> None:
+        """Note how many parts of "sync" lie before the exchange: waits in forward and backward."""
+        self._waits = len(self._spans.get("sync", ()))
+
+    def switch_to(self, name: Section | None) -> None:
         """End the section that runs now, if any, and begin the one of that name, if any."""
         moment = now(self._device)
-        if self._section is not None:
-            self._spans[self._section].append((self._section_began, moment))
-        self._section = name
+        if self.current is not None:
+            self._spans[self.current].append((self._section_began, moment))
+        self.current = name
         self._section_began = moment
         if name is not None:
             self._activity.enter(name)

@@ -56,6 +56,7 @@ class DDPWrapper(GradientSync):
         if self._wrapped is not None and model in (self._wrapped, self._wrapped.module):
             return self._wrapped
         self._wrapped = model if isinstance(model, DistributedDataParallel) else self._wrap(model)
+        self._sent = [p for p in self._wrapped.parameters() if p.requires_grad]
         self.attach_hook(self._wrapped)
         return self._wrapped
 
@@ -82,17 +83,16 @@ class DDPWrapper(GradientSync):
 
     def synchronize(self, model: nn.Module) -> None:
         """Check that every gradient was there to send; UserError names those that were not."""
-        if self._wrapped.find_unused_parameters:
+        if all(p.grad is not None for p in self._sent) or self._wrapped.find_unused_parameters:
             return
         named = self._wrapped.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
-        if unused:
-            shown = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
-            raise UserError(
-                f"{len(unused)} parameters have no gradient, so the other ranks wait for them: "
-                f"{shown}. Freeze them with requires_grad_(False), let the loss use them, or "
-                "choose find_unused_parameters=True of ddp or another strategy, e.g. all_reduce"
-            )
+        shown = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
+        raise UserError(
+            f"{len(unused)} parameters have no gradient, which other ranks wait for: {shown}. "
+            "Freeze them with requires_grad_(False), let the loss use them, or choose "
+            "find_unused_parameters=True of ddp or another strategy, e.g. all_reduce"
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See the base class."""

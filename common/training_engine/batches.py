@@ -5,20 +5,21 @@ tuple, list, dict or dataclass of tensors. forward.py says what model and criter
 
 A loader may have more, all of it optional. ``sampler`` or ``batch_sampler`` with ``set_epoch``
 orders each epoch anew. ``global_batch_sizes`` has the samples of each step over all ranks; without
-it, the ranks agree on them while they compute. ``micro_batches`` numbers this rank's micro-batches
-within each global batch; without it, ``accumulation_steps`` batches make a step. ``shards_here`` is
-the number of shards that this rank computes in turn. ``start_at(step)`` skips the first steps of
-the next epoch.
+it, the ranks agree on them before each epoch, or, if only the batches tell, while they compute.
+``micro_batches`` numbers this rank's micro-batches within each global batch; without it,
+``accumulation_steps`` batches make a step. ``shards_here`` is the number of shards that this rank
+computes in turn. ``start_at(step)`` skips the first steps of the next epoch.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
-from common.distributed.collectives import check_same_on_all_ranks
+from common.distributed.collectives import check_same_on_all_ranks, start_all_reduce
 from common.distributed.process_group import World
 from common.errors import UserError
 
@@ -65,7 +66,7 @@ def count_samples(batch: MicroBatch) -> int:
             kind = type(batch).__name__
             raise UserError(f"the loader yielded a {kind} without tensors: {WHAT_A_LOADER_YIELDS}")
         counted = found[0]
-    return len(counted) if counted.dim() else 1
+    return counted.shape[0] if counted.dim() else 1
 
 
 def is_pair(batch: MicroBatch) -> bool:
@@ -116,6 +117,41 @@ def check_lengths(world: World, loader: Iterable[MicroBatch], *, epochs: str) ->
     """
     amount = {"number of batches in train_loader": number_of_batches(loader), "epochs": epochs}
     check_same_on_all_ranks(world, amount, what="how much they train")
+
+
+def own_sizes(loader: Iterable[MicroBatch]) -> list[int] | None:
+    """Return the samples of each batch of an epoch; None if only the batches themselves tell."""
+    if isinstance(loader, list | tuple):
+        return list(map(count_samples, loader))
+    if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
+        return None
+    sampler = loader.batch_sampler
+    if type(sampler) is not BatchSampler or not isinstance(sampler.sampler, Sized):
+        return None
+    whole, rest = divmod(len(sampler.sampler), sampler.batch_size)
+    sizes = [sampler.batch_size] * whole
+    if rest and not sampler.drop_last:
+        sizes.append(rest)
+    return sizes
+
+
+def agreed_sizes(
+    world: World, loader: Iterable[MicroBatch], accumulation_steps: int
+) -> Sequence[int] | None:
+    """Return the samples of each step over all ranks; None if a rank cannot tell. Collective.
+
+    Unless the loader knows them, a message for a whole epoch, so that no step needs one.
+    """
+    known = getattr(loader, "global_batch_sizes", None)
+    if known is not None:
+        return known
+    sizes = own_sizes(loader)
+    knowing, batches = start_all_reduce(world, [sizes is not None, len(sizes or [])])()
+    if sizes is None or knowing < world.size or batches != world.size * len(sizes):
+        return None
+    starts = range(0, len(sizes), accumulation_steps)
+    steps = [sum(sizes[start : start + accumulation_steps]) for start in starts]
+    return [int(samples) for samples in start_all_reduce(world, steps)()]
 
 
 def set_epoch(loader: Iterable[MicroBatch], epoch: int) -> None:

@@ -5,6 +5,7 @@ checkpoint holds, and common/checkpoint.py writes and verifies the files.
 """
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from common.checkpoint import checkpoint_path, checkpoints_by_age, save_checkpoint
 from common.distributed.collectives import run_on_all_ranks
+from common.errors import UserError
+from common.say import bytes_text
 from common.training_engine.callbacks import Callback, EpochEnd
+from common.training_engine.evaluation_loop import unwrap
 
 if TYPE_CHECKING:
     from common.training_engine.engine import TrainingEngine
+
+
+class CheckpointError(UserError):
+    """A checkpoint could not be written; the numbers of the training are as good as before."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +80,27 @@ class CheckpointManager(Callback):
         self.newest: Path | None = None
 
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
-        """Keep the engine, whose state is saved."""
+        """Keep the engine, whose state is saved. Collective.
+
+        Raises UserError if there is no room for a checkpoint.
+        """
         self._engine = engine
         self._epoch = first_epoch
         if self._writes is None:
             self._writes = engine.world.is_rank0
+        run_on_all_ranks(engine.world, self._check_room)
+
+    def _check_room(self) -> None:
+        """Raise UserError if the folder has no room for one checkpoint."""
+        needed = checkpoint_bytes(self._engine)
+        folder = self._folder.absolute()
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        free = shutil.disk_usage(there).free
+        if self._writes and free < needed:
+            raise UserError(
+                f"a checkpoint has about {bytes_text(needed)}, and {self._folder} has room for "
+                f"{bytes_text(free)}: free some disk space, or write elsewhere (--output-dir)"
+            )
 
     def on_step_end(self, step_in_epoch: int) -> None:
         """Save every ``every_steps`` steps, and on an agreed request to stop. Collective then."""
@@ -112,7 +136,7 @@ class CheckpointManager(Callback):
     def _save(self, files: list[Path], **progress: Any) -> None:
         """Write the state to each of ``files`` and to ``copy_to``. Collective.
 
-        Raises UserError on all ranks if a write failed on any.
+        Raises CheckpointError on all ranks if a write failed on any.
         """
         engine = self._engine
         engine.world.activity.enter("checkpoint")
@@ -130,6 +154,19 @@ class CheckpointManager(Callback):
             if engine.world.is_rank0 and self._copy_to is not None and not only_best:
                 save_checkpoint(self._copy_to, entries)
 
-        run_on_all_ranks(engine.world, write)
+        try:
+            run_on_all_ranks(engine.world, write)
+        except UserError as error:
+            raise CheckpointError(str(error)) from error
         if not only_best:
             self.newest = files[-1]
+
+
+def checkpoint_bytes(engine: "TrainingEngine") -> int:
+    """Return about how many bytes a checkpoint will have; the optimiser may have no state yet."""
+    weights = sum(tensor.nbytes for tensor in unwrap(engine.model).state_dict().values())
+    state = 0
+    for group in engine.optimizer.param_groups:
+        copies = 2 if "betas" in group else bool(group.get("momentum"))
+        state += copies * sum(parameter.nbytes for parameter in group["params"])
+    return len(engine.evaluated_models) * weights + state

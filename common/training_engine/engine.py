@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from common.checkpoint import load_model_state, load_optimizer_state, load_plain_state
@@ -48,6 +48,7 @@ from common.training_engine import batchnorm
 from common.training_engine.amp import autocast, build_scaler, choose_amp
 from common.training_engine.batches import (
     MicroBatch,
+    agreed_sizes,
     check_lengths,
     count_samples,
     is_pair,
@@ -61,7 +62,14 @@ from common.training_engine.callbacks import Callback, EpochEnd, History, Valida
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.training_engine.compile import compile_for, forget_compiled
 from common.training_engine.evaluation_loop import model_to_device, unwrap
-from common.training_engine.forward import Criterion, ForwardPass, ForwardStep, GlobalCount
+from common.training_engine.forward import (
+    Criterion,
+    ForwardPass,
+    ForwardStep,
+    GlobalCount,
+    Numbers,
+    rows_of,
+)
 from common.training_engine.metrics import (
     EpochResult,
     MetricsBuffer,
@@ -422,7 +430,7 @@ class TrainingEngine:
         seed: int | None = None,
         start_step: int = 0,
         max_steps: int | None = None,
-        log_every: int = 10,
+        log_every: int = 1000,
         on_steps: Callable[[list[StepRecord]], object] = lambda records: None,
         after_step: Callable[[int], object] = lambda step_in_epoch: None,
     ) -> EpochResult:
@@ -434,7 +442,8 @@ class TrainingEngine:
         seed : sets torch's generator before each micro-batch, with epoch, step and micro-batch.
         start_step : number of steps of this epoch that are done already; ``loader.start_at`` skips
             them.
-        on_steps : called on every rank every ``log_every`` steps, or sooner, with their records.
+        on_steps : called on every rank every ``log_every`` steps, or every two seconds, with their
+            records.
         after_step : called on every rank after every step with the number of steps done in this
             epoch.
 
@@ -451,7 +460,7 @@ class TrainingEngine:
             self.shards = batchnorm.ShardStatistics(unwrap(self.model), shards)
         self.set_training_mode()
         self.timer.begin()
-        sizes = getattr(loader, "global_batch_sizes", None)
+        sizes = agreed_sizes(self.world, loader, self.accumulation_steps)
         steps_left = None if max_steps is None else max(0, max_steps - self.step)
         steps = itertools.islice(itertools.count(start_step), steps_left)
         counts = self._global_counts(loader, sizes)
@@ -557,7 +566,7 @@ class TrainingEngine:
 
     def _recorded_step(
         self, window: list[MicroBatch], count: GlobalCount, seeds: list[int] | None
-    ) -> "tuple[Tensor, RawSpans]":
+    ) -> "tuple[list[Any], RawSpans]":
         """Do a step; return its numbers and times. The timeline, if any, records its messages."""
         timeline = self.timeline
         with nullcontext() if timeline is None else timeline.around(self.step + 1):
@@ -592,7 +601,7 @@ class TrainingEngine:
         *,
         global_samples: int | GlobalCount,
         seeds: Sequence[int] | None = None,
-    ) -> Tensor:
+    ) -> list[Any]:
         """Do one optimiser step on this rank's micro-batches of a global batch. Collective.
 
         The mean loss of a micro-batch is weighted by its samples x ranks / ``global_samples``. So
@@ -618,12 +627,12 @@ class TrainingEngine:
 
     def _compute(
         self, micro_batches: Sequence[MicroBatch], count: GlobalCount, seeds: Sequence[int] | None
-    ) -> Tensor:
+    ) -> list[Any]:
         """Do forward, backward, exchange and update, without a wait for the GPU."""
         timer = self.timer
         last = len(micro_batches) - 1
         counts = self.forward.counts(micro_batches[0])
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        numbers: list[Any] = []
         self.optimizer.zero_grad(set_to_none=True)
         for index, batch in enumerate(micro_batches):
             if seeds is not None:
@@ -635,28 +644,33 @@ class TrainingEngine:
             with sync, shard, empty:
                 with timer.section("forward"), autocast(self.device, self.amp_dtype):
                     result = self.forward(self.model, batch)
-                sums += result.sums()
+                numbers += result.numbers()
                 if counts and index == last:
-                    count.start(sums[1])
+                    count.start(sum(numbers[1 :: len(Numbers._fields)]))
                 with timer.section("backward"):
-                    weight = result.count * self.world.size / count.expected
-                    self.scaler.scale(result.loss * weight).backward()  # adds to p.grad
+                    loss = count.weighted(result)
+                    self.scaler.scale(loss).backward()  # adds to p.grad
         with timer.section("sync"):
             self.sync.synchronize(self.model)  # p.grad becomes the mean over all ranks
             correction = count.correction()
         if self.claim is not None and self.claim.watching:
             self.claim.take_synchronised()
         with timer.section("update"):
-            if self.emulation is not None:
-                self.emulation.update(self.sync.plan.update_share(self.world.size))
-                sums[[0, 2]] = math.nan
-                return torch.cat([sums, sums.new_zeros(1)])
-            gradient_norm = self._unscale_and_clip(correction)
-            self.scaler.step(self.optimizer)  # skips a step whose fp16 gradients overflowed
-            self.scaler.update()
-            if self.scheduler is not None and not self._scheduler_by_epoch:
-                self.scheduler.step()
-        return torch.cat([sums, gradient_norm.double().reshape(1)])
+            return self._update(numbers, correction)
+
+    def _update(self, numbers: list[Any], correction: Tensor | None) -> list[Any]:
+        """Update the weights; return the step's ``numbers``, with the gradients' norm."""
+        if self.emulation is not None:
+            self.emulation.update(self.sync.plan.update_share(self.world.size))
+            unknown = {"loss": math.nan, "correct": math.nan}
+            emulated = [row._replace(**unknown) for row in rows_of(numbers)]
+            return [*itertools.chain.from_iterable(emulated), 0.0]
+        gradient_norm = self._unscale_and_clip(correction)
+        self.scaler.step(self.optimizer)  # skips a step whose fp16 gradients overflowed
+        self.scaler.update()
+        if self.scheduler is not None and not self._scheduler_by_epoch:
+            self.scheduler.step()
+        return [*numbers, gradient_norm]
 
     def _unscale_and_clip(self, correction: Tensor | None) -> Tensor:
         """Unscale, correct and clip the gradients, and return their norm before clipping."""
@@ -667,8 +681,9 @@ class TrainingEngine:
         gradients = [p.grad for p in updated if p.grad is not None]
         if correction is not None and gradients:
             torch._foreach_mul_(gradients, correction)
-        if self._clip_norm is None:
-            return get_total_norm(gradients)  # a rank's own part shows whether it is finite
+        if self._clip_norm is None:  # a rank's own part shows whether it is finite
+            norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+            return torch.linalg.vector_norm(torch.stack(norms))
         norm = self.sync.gradient_norm(gradients)
         clip_grads_with_norm_(updated, self._clip_norm, norm)
         return norm

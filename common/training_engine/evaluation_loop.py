@@ -16,7 +16,15 @@ from torch.utils.data import DistributedSampler
 from common.distributed.process_group import World
 from common.training_engine.amp import autocast
 from common.training_engine.batches import MicroBatch, count_samples, first_samples, to_device
-from common.training_engine.forward import Criterion, ForwardPass, Result
+from common.training_engine.forward import (
+    Count,
+    Criterion,
+    ForwardPass,
+    Result,
+    read,
+    rows_of,
+    summed,
+)
 from common.training_engine.metrics import sum_over_ranks
 from common.training_engine.own_metrics import Metrics, OwnMetrics
 
@@ -152,7 +160,7 @@ def validate(
     world.activity.enter("evaluation")
     forward = criterion if isinstance(criterion, ForwardPass) else ForwardPass(criterion)
     own_metrics = OwnMetrics(metrics, world.device)
-    sums = torch.zeros(4, dtype=torch.float64, device=world.device)
+    values: list[Count] = []
     for result in evaluated(
         model,
         world.device,
@@ -162,9 +170,10 @@ def validate(
         amp_dtype=amp_dtype,
         flip=flip,
     ):
-        sums += result.sums()
+        values += result.numbers()
         own_metrics.update(result)
-    loss_sum, count, correct, samples = sum_over_ranks(world, sums.tolist())
+    own = summed(rows_of(read(values)))
+    loss_sum, count, correct, samples = sum_over_ranks(world, [*own])
     found = own_metrics.compute(world)
     if not samples:
         return Scores(metrics=found)

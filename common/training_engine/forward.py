@@ -7,9 +7,9 @@ outputs. The engine weighs shards and micro-batches by that count.
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,15 @@ ForwardStep = Callable[[Any, Any], tuple]  # (model, batch) -> loss, outputs[, c
 Criterion = Callable[..., Any] | None
 
 
+class Numbers(NamedTuple):
+    """Mean loss, its count, right predictions (NaN: unknown) and samples, perhaps on the GPU."""
+
+    loss: Any
+    counted: Any
+    correct: Any
+    samples: Any
+
+
 @dataclass(frozen=True)
 class Result:
     """Of one forward pass: the mean loss, shape (), over ``count``, and what it was made of."""
@@ -50,7 +59,7 @@ class Result:
         """The number of samples of the batch."""
         return count_samples(self.batch)
 
-    def correct(self) -> Tensor | None:
+    def correct(self) -> Any:
         """Return how many predictions are right; None unless there are class logits and labels.
 
         These are outputs (samples, classes) and one whole number for each sample.
@@ -60,23 +69,54 @@ class Result:
             return None
         if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
             return None
-        if outputs.dim() != 2 or outputs.shape[1] < 2 or len(outputs) != len(labels):
+        if outputs.dim() != 2 or outputs.shape[1] < 2 or outputs.shape[0] != labels.shape[0]:
             return None
         return (outputs.argmax(dim=1) == labels).sum()
 
-    def sums(self) -> Tensor:
-        """Return the summed loss, its count, right predictions (NaN: unknown) and samples.
-
-        Shape (4,), float64, perhaps still on the GPU.
-        """
+    def numbers(self) -> Numbers:
+        """Return the numbers for ``summed``; nothing is computed but the right predictions."""
         correct = self.correct()
-        loss = self.loss.detach().double()  # exact for a float32 loss
-        numbers = [loss * self.count, self.count, math.nan, self.samples]
-        if correct is not None:
-            numbers[2] = correct
-        return torch.stack(
-            [torch.as_tensor(n, dtype=torch.float64, device=loss.device) for n in numbers]
-        )
+        if correct is None:
+            correct = math.nan
+        return Numbers(self.loss.detach(), self.count, correct, self.samples)
+
+
+class Sums(NamedTuple):
+    """Over several results: the losses times their counts, the counts, and so on."""
+
+    loss: float
+    counted: float
+    correct: float
+    samples: float
+
+
+def read(values: Sequence[Count]) -> list[float]:
+    """Return the values as numbers; a GPU is read once."""
+    on_gpu = [value for value in values if isinstance(value, Tensor) and value.is_cuda]
+    if not on_gpu:
+        return [float(value) for value in values]
+    from_gpu = iter(torch.stack([value.double() for value in on_gpu]).tolist())
+    numbers = []
+    for value in values:
+        is_read = isinstance(value, Tensor) and value.is_cuda
+        numbers.append(next(from_gpu) if is_read else float(value))
+    return numbers
+
+
+def rows_of(values: Sequence[float]) -> list[Numbers]:
+    """Return the rows of a flat list of numbers."""
+    width = len(Numbers._fields)
+    return [Numbers(*values[at : at + width]) for at in range(0, len(values), width)]
+
+
+def summed(rows: Sequence[Numbers]) -> Sums:
+    """Return the sums of numbers that ``read`` has returned; exact for float32 losses."""
+    return Sums(
+        sum(row.loss * row.counted if row.counted else 0.0 for row in rows),
+        sum(row.counted for row in rows),
+        sum(row.correct for row in rows),
+        sum(row.samples for row in rows),
+    )
 
 
 class ForwardPass:
@@ -223,6 +263,13 @@ class GlobalCount:
         self._world = world
         self._work: Any = None
         self._total: Tensor | None = None
+
+    def weighted(self, result: Result) -> Tensor:
+        """Return the loss times its share of the global batch times the number of ranks."""
+        if isinstance(result.count, Tensor):  # first, since a whole number / n would be float32
+            return result.loss * result.count * (self._world.size / self.expected)
+        weight = result.count * self._world.size / self.expected
+        return result.loss if weight == 1 else result.loss * weight
 
     def start(self, count: Count) -> None:
         """Send this rank's count. Collective; does not wait."""

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects, start_all_reduce
@@ -21,6 +19,7 @@ from common.distributed.process_group import World
 from common.errors import GroupError, UserError
 from common.profiling.records import StepRecord
 from common.profiling.step_timer import RawSpans, StepTimer
+from common.training_engine.forward import read, rows_of, summed
 
 _FLUSH_SECONDS = 2.0
 
@@ -69,14 +68,13 @@ class EpochResult:
 class StepOutcome:
     """What this rank has of a step until a flush makes it a ``StepRecord``.
 
-    numbers : what ``TrainingEngine.train_step`` returned, float64 of shape (5,), perhaps still on
-    the GPU: this rank's summed loss, its count, samples predicted right (NaN: unknown), samples,
-    and the norm of the synchronised gradients. times : what ``StepTimer.take`` returned after the
-    step.
+    numbers : what ``TrainingEngine.train_step`` returned, perhaps still on the GPU: the
+    ``Numbers`` of each micro-batch in one flat list, and at its end the norm of the synchronised
+    gradients. times : what ``StepTimer.take`` returned after the step.
     """
 
     step: int
-    numbers: Tensor
+    numbers: list[Any]
     learning_rate: float
     times: RawSpans
 
@@ -244,27 +242,29 @@ class MetricsBuffer:
         """Return the steps' records, with this rank's numbers alone, and what the ranks add up."""
         if not steps:
             return [], []
-        # Stacked, so that the GPU is read once.
-        numbers = torch.stack([step.numbers for step in steps]).tolist()
+        values = read([value for step in steps for value in step.numbers])
         records = []
         sums = []
-        for step, (loss_sum, count, correct, samples, norm) in zip(steps, numbers, strict=True):
-            loss = loss_sum / count if count else 0.0
+        begin = 0
+        for step in steps:
+            end = begin + len(step.numbers)
+            *parts, norm = values[begin:end]
+            begin = end
+            own = summed(rows_of(parts))
             seconds = self._timer.seconds(step.times)
             records.append(
                 StepRecord(
                     epoch=self._epoch,
                     step=step.step,
                     loss=math.nan,
-                    local_loss=loss,
-                    local_samples=int(samples),
+                    local_loss=own.loss / own.counted if own.counted else 0.0,
+                    local_samples=int(own.samples),
                     learning_rate=step.learning_rate,
                     **{f"{name}_seconds": value for name, value in seconds.items()},
                 )
             )
-            finite = math.isfinite(loss_sum) and (math.isfinite(norm) or self._overflow_is_normal)
-            not_finite = not finite and not self.emulated
-            sums.append(_StepSums(loss_sum, count, correct, samples, not_finite))
+            finite = math.isfinite(own.loss) and (math.isfinite(norm) or self._overflow_is_normal)
+            sums.append(_StepSums(*own, not finite and not self.emulated))
         return records, sums
 
     def _wait_seconds(self, pending: Sequence[StepOutcome]) -> Callable[[], list[float]]:
@@ -278,7 +278,8 @@ class MetricsBuffer:
         parts = []  # the last exchanges of each step
         begins = []  # (steps, count) on the ranks' common clock
         for step in pending:
-            spans = self._timer.spans(step.times)["sync"][-count:]
+            of_sync = {"sync": step.times.get("sync", [])[-count:]}
+            spans = self._timer.spans(of_sync)["sync"]
             row = [begin - self._clock_offset for begin, _ in spans]
             parts.append(spans)
             begins.append(row + [-math.inf] * (count - len(row)))
@@ -286,7 +287,10 @@ class MetricsBuffer:
 
         def finish() -> list[float]:
             waits = []
-            for spans, row in zip(parts, latest(), strict=True):
+            rows = latest()
+            # As many as any rank has had in a step; each more would be sent in vain.
+            self.exchanges = max(1, *(sum(map(math.isfinite, row)) for row in rows))
+            for spans, row in zip(parts, rows, strict=True):
                 wait = 0.0
                 for (begin, end), last in zip(spans, row, strict=False):
                     late = last + self._clock_offset - begin

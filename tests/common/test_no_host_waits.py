@@ -120,7 +120,7 @@ def wait_for_each_batch(iterate):
     [
         (TrainLoader, "__iter__", "common/training_engine/engine.py"),
         (RandomCropFlip, "__call__", "common/data/loaders.py"),
-        (nn.Conv2d, "forward", "common/training_engine/engine.py"),
+        (nn.Conv2d, "forward", "common/training_engine/forward.py"),
         (SGD, "step", "common/training_engine/engine.py"),
         (WeightAverage, "update", "common/training_engine/engine.py"),
         (MetricsBuffer, "add", "common/training_engine/engine.py"),

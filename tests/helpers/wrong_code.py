@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from common import checkpoint
 from common.data import augmentation
 from common.data.sharding import GlobalBatchSampler
+from common.distributed.process_group import World
 from common.sync.base import GradientSync, broadcast_from_rank0
-from common.training_engine import TrainingEngine, batchnorm
+from common.training_engine import TrainingEngine, batches, batchnorm
 
 # Keep the right code here, since planting binds its names to the wrong code.
 _right_average = batchnorm._average
 _right_state = TrainingEngine.state
 _right_digest = checkpoint.digest
 _right_train_step = TrainingEngine.train_step
-_right_total = TrainingEngine.sum_over_ranks
+_right_sizes = batches.agreed_sizes
 
 
 def whole_batch(samples: int, rank: int, world_size: int) -> slice:
@@ -54,8 +55,9 @@ def unseeded_draw(
     )
 
 
-def as_if_shards_were_equal(engine: TrainingEngine, count: int) -> int:
-    return max(1, count) * engine.world.size
+def as_if_shards_were_equal(world: Any, loader: Any, accumulation_steps: int) -> list[int]:
+    alone = _right_sizes(World(device=world.device), loader, accumulation_steps)
+    return [max(1, count) * world.size for count in alone]
 
 
 def every_batch_full(sampler: GlobalBatchSampler) -> list[int]:
@@ -119,5 +121,5 @@ def no_sync_that_does_nothing(sync: GradientSync) -> nullcontext:
     return nullcontext()
 
 
-def micro_batches_added_up(engine: TrainingEngine, count: int) -> int:
-    return _right_total(engine, count) // engine.accumulation_steps
+def micro_batches_added_up(world: Any, loader: Any, accumulation_steps: int) -> list[int]:
+    return [n // accumulation_steps for n in _right_sizes(world, loader, accumulation_steps)]

@@ -25,7 +25,7 @@ from common.config import parser as config_parser
 from common.utils import environment
 from lab.explain.diagnosis import known_errors
 from lab.explain.streams import LONGEST_LINE
-from lab.grade import rubric
+from lab.grade import convert, rubric
 from lab.ssh import hosts
 from tests.helpers import ROOT
 
@@ -46,6 +46,7 @@ ELSEWHERE = {
     ("common/utils/environment.py", "allowed"): lambda: texts_of(
         environment._USER_RULES, environment._TORCHRUN_RULES
     ),
+    ("lab/grade/convert.py", "pattern"): lambda: [pattern for pattern, _ in convert._OF_PYTHON_2],
     ("lab/grade/rubric.py", "pattern"): lambda: [pattern for pattern, _ in rubric._RESERVED],
     ("lab/learn/lessons/nodes.py", "pattern"): lambda: patterns_given_to("print_seconds"),
     ("lab/ssh/hosts.py", "pattern"): lambda: [pattern for pattern, *_ in hosts.REFUSALS],

@@ -39,6 +39,7 @@ WITHOUT = {
     "lab/audit/command.py:with_python": OF_A_SCRIPT,
     "lab/cluster/program.py:": "names of interpreters that a user types",
     "lab/compare/runner.py:": "names of facts",
+    "lab/grade/demands.py:_own_command": "runs in the sandbox, where a student types torchrun",
     "lab/grade/demands.py:_torchrun": "runs in the sandbox, where a student types torchrun",
     "lab/grade/judge.py:try_here": OF_A_SCRIPT,
     "lab/grade/ordinary_user.py:refused": "starts in the system's root folder",

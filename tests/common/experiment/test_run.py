@@ -28,6 +28,7 @@ from tests.helpers import (
     start_part,
     user_environment,
 )
+from tests.helpers.full_disk import on_small_disk, why_no_small_disk
 from tests.helpers.records import json_lines, json_of
 
 QUICK = ("--dataset", "digits", "--batch-size", 32, "--log-every", 1, "--max-steps", 3)
@@ -36,6 +37,36 @@ FILES = {
     *("summary.json", "logs_rank0.txt", "report.txt", "report.json", "confusion_matrix.png"),
     *("loss.png", "checkpoints"),
 }
+
+
+def started_in(place, folder):
+    flags = ("--dataset", "digits", "--batch-size", 32, "--max-steps", 2, "--output-dir", "out")
+    (folder / "out").mkdir()
+    command = [*place, sys.executable, str(ROOT / "PartOne/main.py"), *map(str, flags)]
+    return Started(command, cwd=folder, env=user_environment(), forked=False).end(
+        timeout_seconds=120
+    )
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_summary(tmp_path):
+    """VGG-11's has 74 MB; here no file may have more than 1 MB."""
+    ended = started_in(("bash", "-c", 'ulimit -f 1024 && exec "$@"', "bash"), tmp_path)
+    assert ended.status == 1, ended.err
+    assert "Epoch_1.pt" in ended.err
+    folder = only_run_folder(tmp_path / "out", "PartOne-none")
+    assert list((folder / "checkpoints").iterdir()) == []
+    summary = json_of(folder, "summary")
+    assert summary["steps"] == 2
+    assert 0 <= summary["test_accuracy"] <= 1
+
+
+def test_a_folder_without_room_for_a_checkpoint_is_told_before_the_first_step(tmp_path):
+    if reason := why_no_small_disk():
+        pytest.skip(f"no small disk can be mounted here: {reason}")
+    ended = started_in(on_small_disk("20m"), tmp_path)
+    assert ended.status == 1, ended.err
+    assert re.search(r"checkpoint has about 73\.9 MB, and .* has room for \d\d MB", ended.err)
+    assert "step 1" not in ended.out
 
 
 def test_part_one_without_a_flag_for_the_group(tmp_path):

@@ -5,6 +5,7 @@ References are plain loops in one process, never the engine.
 
 import dataclasses
 import math
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -290,7 +291,7 @@ def in_one_process(size, accumulation_steps, weight):
         loss = mean_over_all_tokens(together, weight)(model)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return model, losses
 
 
@@ -341,6 +342,21 @@ class Stream(IterableDataset):
         return zip(self.inputs, self.labels, strict=True)
 
 
+class SlowList:
+    """A loader of batches that each take a while, of a length that tells nothing of their sizes."""
+
+    def __init__(self, batches, seconds):
+        self.batches, self.seconds = batches, seconds
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        for batch in self.batches:
+            time.sleep(self.seconds)
+            yield batch
+
+
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -379,6 +395,18 @@ def on_two_ranks(rank, folder):
     )
     found["scores"] = scores._asdict()
 
+    records = []
+    engine = prepared(nn.Linear(4, 3), "all_reduce")
+    batches = [(torch.randn(2, 4), torch.tensor([0, 2]))] * 4
+    engine.train_epoch(SlowList(batches, 0.5 * rank), epoch=1, log_every=1, on_steps=records.extend)
+    engine.close()
+    later = records[1:]
+    found["times"] = (
+        sum(one.wait_seconds for one in later),
+        sum(one.step_seconds - sum(one.seconds.values()) for one in later),
+        sum(one.data_seconds for one in later),
+    )
+
     engine = prepared(TwoHeads(), "ddp")
     with pytest.raises(UserError, match=r"spare\.weight, spare\.bias\. Freeze them"):
         engine.train_epoch(DataLoader(own, batch_size=2), epoch=1)
@@ -390,6 +418,11 @@ def test_ranks_end_a_stream_together_and_share_metrics(tmp_path):
     first, second = run_ranks(2, on_two_ranks, str(tmp_path))
     assert first["stream"] == second["stream"]
     assert first["stream"][:2] == (6, 2), "three steps an epoch, as many as rank 0 has batches"
+
+    wait, outside, data = first["times"]
+    assert wait > 0.75, "rank 1 loads its batches for 1.5 s longer"
+    assert outside < 0.75, "the wait is in a section"
+    assert data < 0.75 < second["times"][2]
 
     scores = first["scores"]
     assert second["scores"] == scores

@@ -553,7 +553,7 @@ def in_an_open_group(rank, port):
 
     engine, ended, epochs = prepared(small_model(), "ddp"), Callback(), []
     ended.on_epoch_end = lambda end: epochs.append((end.epoch, end.result.complete))
-    engine.fit(asking(), 1, 3, callbacks=[ended])
+    engine.fit(asking(), 1, 3, callbacks=[ended], log_every=10)
     stop = (engine.step, engine.stopping, epochs, digest(engine.model.state_dict()))
 
     engine.cleanup_distributed()
