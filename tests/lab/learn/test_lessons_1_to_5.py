@@ -150,7 +150,7 @@ def test_skeletons_are_short_and_have_pages_and_pictures(number):
     most = 44 + 10 * len(lesson.later)
     assert sum(not isinstance(one, ast.Import | ast.ImportFrom) for one in statements) <= most
     page = (ROOT / f"docs/learn/{lesson.name}.md").read_text()
-    assert len(page.splitlines()) <= 130  # of 100 columns
+    assert len(page.splitlines()) <= 135  # of 100 columns
     for words in (f"lab learn {number} --predict", f"images/{lesson.name}.svg"):
         assert words in page
     exercises = [name for name in lesson.exercises if name.isalpha()]  # not scripts to look into
