@@ -90,8 +90,9 @@ class DDPWrapper(GradientSync):
         shown = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
         raise UserError(
             f"{len(unused)} parameters have no gradient, which other ranks wait for: {shown}. "
-            "Freeze them with requires_grad_(False), let the loss use them, or choose "
-            "find_unused_parameters=True of ddp or another strategy, e.g. all_reduce"
+            "Freeze them with requires_grad_(False), let the loss use them, or choose another "
+            "strategy, e.g. all_reduce, or in Python "
+            'sync=build_sync("ddp", find_unused_parameters=True) of common.sync'
         )
 
     def no_sync(self) -> AbstractContextManager[None]:

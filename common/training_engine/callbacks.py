@@ -144,6 +144,8 @@ class Validator(Callback):
         end.is_best = score > self.progress["best_score"]  # NaN is not
         if end.is_best:
             self.progress["best_score"] = score
+        elif self._metrics and math.isnan(score):
+            self._engine.notice("the first metric is not a number: this epoch cannot be the best")
         accuracy = end.report.deciding_accuracy
         if self._target is None or not accuracy >= self._target:  # NaN does not reach it
             self._check_target(accuracy)

@@ -7,9 +7,10 @@ outputs. The engine weighs shards and micro-batches by that count.
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -176,6 +177,7 @@ class ForwardPass:
             return _result(batch, outputs, loss, *counted)
         if isinstance(batch, Mapping):
             if self._criterion is None:
+                _refuse_unknown_count(batch)
                 outputs = model(**batch)
                 return _result(batch, outputs, _own_loss(outputs))
             arguments = {name: value for name, value in batch.items() if name != "labels"}
@@ -202,6 +204,12 @@ class ForwardPass:
         judged = self._criterion(outputs, targets)
         if isinstance(judged, tuple):
             return _result(batch, outputs, *judged)
+        if _has_several_a_sample(targets):
+            warnings.warn(
+                "the criterion returns no count, so its loss counts as a mean over samples: if it "
+                "is one over labels whose number differs between samples, return loss, count",
+                stacklevel=2,
+            )
         return _result(batch, outputs, judged)
 
     def _divisor(self, targets: Tensor) -> Tensor:
@@ -243,6 +251,26 @@ def _own_loss(outputs: Any) -> Tensor:
             "forward_step(model, batch) -> loss, outputs"
         )
     return loss
+
+
+def _refuse_unknown_count(batch: Mapping[str, Any]) -> None:
+    """Raise UserError if a model's own loss may be a mean over anything but samples.
+
+    A language model averages over the tokens that its labels do not leave out, as it sees fit.
+    """
+    labels = batch.get("labels")
+    if _has_several_a_sample(labels):
+        raise UserError(
+            f"labels of shape {tuple(labels.shape)} and a model's own loss: over how many of them "
+            "it is a mean decides its weight. Give forward_step(model, batch) -> loss, outputs, "
+            "count, with a causal language model's count, for example: "
+            "(batch['labels'][:, 1:] != -100).sum()"
+        )
+
+
+def _has_several_a_sample(labels: Any) -> TypeGuard[Tensor]:
+    """Whether there are several whole numbers for each sample, e.g. one for each token."""
+    return isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point()
 
 
 def _zero(outputs: Any) -> Tensor:

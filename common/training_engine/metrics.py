@@ -250,14 +250,19 @@ class MetricsBuffer:
             end = begin + len(step.numbers)
             *parts, norm = values[begin:end]
             begin = end
-            own = summed(rows_of(parts))
+            rows = rows_of(parts)
+            own = summed(rows)
+            # A mean over nothing is NaN, and so are its gradients.
+            local_loss = sum(row.loss for row in rows)
+            if own.counted:
+                local_loss = own.loss / own.counted
             seconds = self._timer.seconds(step.times)
             records.append(
                 StepRecord(
                     epoch=self._epoch,
                     step=step.step,
                     loss=math.nan,
-                    local_loss=own.loss / own.counted if own.counted else 0.0,
+                    local_loss=local_loss,
                     local_samples=int(own.samples),
                     learning_rate=step.learning_rate,
                     **{f"{name}_seconds": value for name, value in seconds.items()},

@@ -1,8 +1,8 @@
 """Metrics of the user's own, over the validation set of all ranks.
 
-A metric is a torchmetrics metric or collection (anything with ``update(outputs, targets)``,
-``compute()`` and ``reset()``), which brings its states together over the ranks by itself, or a
-function of (outputs, batch) whose results are summed over batches and ranks.
+A metric is a torchmetrics metric or collection, which brings its states together over the ranks by
+itself, or a function of (outputs, batch) whose results are summed over batches and ranks. Anything
+else with ``update(outputs, targets)``, ``compute()`` and ``reset()`` is for one rank.
 """
 
 import math
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.distributed.process_group import World
+from common.errors import UserError
 from common.training_engine.forward import Result
 from common.training_engine.metrics import sum_over_ranks
 
@@ -22,9 +23,8 @@ Metrics = Mapping[str, Any]  # by name
 class OwnMetrics:
     """Computes ``metrics`` over one pass of a loader.
 
-    A function returns ``total, count``, for a mean over anything, or a total over the batch's
-    samples. A higher value is better, unless the metric has ``higher_is_better = False``, as
-    torchmetrics' losses and errors have.
+    A function returns ``total, count``, for a mean over anything. A higher value is better, unless
+    the metric has ``higher_is_better = False``, as torchmetrics' losses and errors have.
     """
 
     def __init__(self, metrics: Metrics, device: torch.device) -> None:
@@ -45,22 +45,37 @@ class OwnMetrics:
                 metric.update(result.outputs, result.targets)
                 continue
             found = metric(result.outputs, result.batch)
-            if not isinstance(found, tuple):
-                found = (found, result.samples)
+            if not isinstance(found, tuple) or len(found) != 2:
+                raise UserError(
+                    f"the metric {name!r} returned {found!r}: return total, count, which are "
+                    "summed over batches and ranks; the value is total / count"
+                )
             self._sums[name] += torch.stack([torch.as_tensor(number) for number in found])
 
     def compute(self, world: World) -> dict[str, float]:
         """Return the values over all ranks, by name. Collective."""
         values = {}
-        summed = sum_over_ranks(world, [sums.tolist() for sums in self._sums.values()])
-        for name, (total, count) in zip(self._sums, summed, strict=True):
-            values[name] = total / count if count else math.nan
+        rows = sum_over_ranks(world, [sums.tolist() for sums in self._sums.values()])
+        summed = dict(zip(self._sums, rows, strict=True))
         for name, metric in self._metrics.items():
-            if name in self._sums:
+            if name in summed:
+                total, count = summed[name]
+                values[name] = total / count if count else math.nan
                 continue
+            if world.size > 1 and not _sums_over_ranks(metric):
+                raise UserError(
+                    f"the metric {name!r} is a {type(metric).__name__} of one rank: on "
+                    f"{world.size} ranks give a metric of torchmetrics, or a function of (outputs, "
+                    "batch) that returns total, count"
+                )
             found = metric.compute()
             if isinstance(found, Mapping):  # of a collection
                 values |= {key: float(value) for key, value in found.items()}
             else:
                 values[name] = float(found)
         return values
+
+
+def _sums_over_ranks(metric: Any) -> bool:
+    """Whether it is torchmetrics', whose ``compute`` brings the ranks' states together."""
+    return any(kind.__module__.startswith("torchmetrics") for kind in type(metric).__mro__)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from common.checkpoint import load_checkpoint
 from common.distributed.process_group import current_world
-from common.errors import UserError
+from common.errors import GroupError, UserError
 from common.training_engine import TrainingEngine, distributed_train_worker, validate
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.utils.hashing import digest
@@ -147,7 +147,7 @@ class Scripted:
 def test_the_first_metric_decides_which_epoch_is_the_best(tmp_path):
     inputs = torch.randn(6, 4)
     batches = [(inputs, torch.randint(0, 2, (6, 3)).float())]  # several labels each
-    first, other = Scripted([5.0, 3.0, 4.0]), Scripted([1.0, 2.0, 3.0])
+    first = Scripted([5.0, 3.0, 4.0])
     history = trained(
         tmp_path,
         nn.Linear(4, 3),
@@ -155,9 +155,10 @@ def test_the_first_metric_decides_which_epoch_is_the_best(tmp_path):
         batches,
         nn.BCEWithLogitsLoss(),
         epochs=3,
-        metrics={"error": first, "other": other},
+        metrics={"error": first, "other": lambda outputs, batch: (1.0, 2)},
     )
     assert history["val_error"] == [5, 3, 4]
+    assert history["val_other"] == [0.5, 0.5, 0.5]
     assert load_checkpoint(tmp_path / "run/best.pt")["epoch"] == 2
     assert first.calls == ["reset", ((6, 3), (6, 3))] * 3
 
@@ -184,6 +185,11 @@ class OwnLoss(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+def counted_step(model, batch):
+    outputs = model(**batch)
+    return outputs["loss"], outputs, (batch["labels"] != IGNORED).sum()
+
+
 def own_step(model, batch):
     outputs = model(batch.tokens)
     return nn.functional.cross_entropy(outputs, batch.labels), outputs
@@ -203,7 +209,7 @@ def test_dicts_tuples_and_dataclasses_train_as_a_plain_loop_does(tmp_path):
         (Tagger(), {"input_ids": tokens, "labels": labels}, entropy, {}),
         (Tagger(), ({"input_ids": tokens, "attention_mask": mask}, labels), entropy, {}),
         (Tagger(), ((tokens, mask), labels), entropy, {}),
-        (OwnLoss(), {"input_ids": tokens, "labels": labels}, None, {}),
+        (OwnLoss(), {"input_ids": tokens, "labels": labels}, None, {"forward_step": counted_step}),
         (Tagger(), Sentence(tokens, labels), None, {"forward_step": own_step}),
     ]
     for model, batch, criterion, options in cases:
@@ -222,12 +228,72 @@ def test_dicts_tuples_and_dataclasses_train_as_a_plain_loop_does(tmp_path):
         ((torch.ones(2, 4), torch.ones(2), torch.ones(2)), nn.MSELoss(), "yielded a tuple.*must"),
         ((torch.ones(2, 4), torch.ones(2)), None, "need a criterion"),
         ({"input": torch.ones(2, 4)}, None, "must return its loss.*returned a Tensor"),
+        (
+            {"input": torch.ones(2, 4), "labels": torch.ones(2, 3, dtype=torch.int64)},
+            None,
+            r"labels of shape \(2, 3\) and a model's own loss.*forward_step",
+        ),
         ((torch.ones(1, 4), torch.ones(1, 4)), nn.MSELoss(), "batch of one sample.*drop_last"),
     ],
 )
 def test_a_batch_that_cannot_be_says_what_to_do(tmp_path, batch, criterion, words):
     with pytest.raises(UserError, match=words):
         trained(tmp_path, nn.BatchNorm1d(4), [batch], None, criterion)
+
+
+class Judge(nn.Module):
+    """A model that returns the loss of one label a sample."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 3).double()
+
+    def forward(self, values, labels):
+        return {"loss": nn.functional.cross_entropy(self.head(values), labels)}
+
+
+def test_a_model_s_own_loss_is_a_mean_over_samples(tmp_path):
+    values, labels = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
+    batches = [
+        {"values": values[:4], "labels": labels[:4]},
+        {"values": values[4:], "labels": labels[4:]},
+    ]
+    model = Judge()
+    history = trained(tmp_path, model, batches, batches, None, lr=0.0)
+    loss = model(values, labels)["loss"].item()
+    assert history["val_loss"][-1] == pytest.approx(loss, rel=1e-12)
+
+
+def test_a_metric_that_is_no_number_makes_no_epoch_the_best_and_says_so(tmp_path):
+    batch = (torch.ones(2, 4), torch.ones(2, 4))
+    metrics = {"none": lambda outputs, batch: (0.0, 0)}
+    with pytest.warns(UserWarning, match="the first metric is not a number"):
+        trained(tmp_path, nn.Linear(4, 4), [batch], [batch], nn.MSELoss(), metrics=metrics)
+    assert not (tmp_path / "run/best.pt").exists()
+
+
+def test_a_metric_without_a_count_is_refused(tmp_path):
+    batch = (torch.ones(2, 4), torch.ones(2, 4))
+    metrics = {"half": lambda outputs, batch: 0.5}
+    with pytest.raises(UserError, match=r"'half' returned 0\.5: return total, count"):
+        trained(tmp_path, nn.Linear(4, 4), [batch], [batch], nn.MSELoss(), metrics=metrics)
+
+
+def test_a_mean_over_no_target_is_named_as_the_loss_that_is_not_finite(tmp_path):
+    batch = (torch.ones(2, 4), torch.ones(2, 4))
+
+    def mean_of_nothing(outputs, targets):
+        return outputs.sum() * math.nan, 0
+
+    with pytest.raises(GroupError, match="loss nan on rank 0"):
+        trained(tmp_path, nn.Linear(4, 4), [batch], None, mean_of_nothing)
+
+
+def test_a_loss_over_tokens_without_a_count_warns(tmp_path):
+    criterion = nn.functional.cross_entropy  # of which nobody knows what it averages over
+    with pytest.warns(UserWarning, match="counts as a mean over samples.*return loss, count"):
+        trained(tmp_path, Tagger(), [sentences(4, 6, 0)], None, criterion)
 
 
 # --- losses that count ---
@@ -372,6 +438,11 @@ def shares():
     return [(both.inputs[:11], both.labels[:11]), (both.inputs[11:], both.labels[11:])]
 
 
+def mean_of_first(outputs, batch):
+    """Return the sum of the samples' first numbers, and how many samples there are."""
+    return batch[0][:, 0].sum().double(), len(batch[0])
+
+
 def on_two_ranks(rank, folder):
     found = {}
     model = nn.Linear(4, 3)
@@ -391,9 +462,17 @@ def on_two_ranks(rank, folder):
         current_world(),
         nn.CrossEntropyLoss(),
         DataLoader(own, batch_size=4),
-        metrics={"f1": f1, "mean": lambda outputs, batch: batch[0][:, 0].sum().double()},
+        metrics={"f1": f1, "mean": mean_of_first},
     )
     found["scores"] = scores._asdict()
+    with pytest.raises(UserError, match="'own' is a Scripted of one rank"):
+        validate(
+            model,
+            current_world(),
+            nn.CrossEntropyLoss(),
+            DataLoader(own, batch_size=4),
+            metrics={"own": Scripted([1.0])},
+        )
 
     records = []
     engine = prepared(nn.Linear(4, 3), "all_reduce")
