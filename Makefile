@@ -6,9 +6,9 @@ READY := $(VENV)/.ready
 # The versions that .ci/run has tested. `make setup CONSTRAINTS=` takes the newest ones instead.
 CONSTRAINTS ?= constraints.txt
 NEEDS_3_11 = 0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed, and " + sys.executable + " is %d.%d: install one, remove $(VENV), then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2]
-# Run four test files at a time, each in its own process: tests often wait, so two cores serve four.
+# Run six test files at a time, each in its own process: tests often wait, so two cores serve six.
 # The ten slowest tests and the total come last.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=10
+PYTEST := $(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder --durations=10
 # Threads that wait must not spin while other tests need the cores.
 test test-slow test-engines test-long: export OMP_WAIT_POLICY := passive
 

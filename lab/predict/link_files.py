@@ -35,8 +35,7 @@ _MOST_OF_A_LINK = 0.75  # of its usual payload: from there on the link is the li
 _EITHER_WAY = 1.5  # how far a node's payload may be from the one that a table shows first
 _TAG = re.compile(r"^\s*(?:\[[^\]]*\]<std\w+>:|\d+: ?)")  # what mpirun and srun put before a line
 _UNIT = re.compile(r" (?=\((?:us|ns|B|GB/s)\))")
-_RANK = re.compile(r"\bRank +(\d+) .*? on +(\S+) +device\b")
-_RATE = re.compile(r"([\d.]+) ([KMGT]?)(bits|Bytes)/sec")
+_RATE = re.compile(r"(?<![\d.])([\d.]+) ([KMGT]?)(bits|Bytes)/sec")
 _COUNTED = {"bits": 1, "Bytes": 8}
 _GBITS = {"": 1e-9, "K": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 
@@ -116,7 +115,7 @@ def _nccl_tests(name: str, lines: Sequence[str]) -> LinkFile | None:
     rows = _rows(lines, "size", "count", "redop", "time", "busbw")
     if not rows:
         return None
-    ranks = [found.groups() for line in lines if (found := _RANK.search(line))]
+    ranks = [placed for line in lines if (placed := _rank_and_host(line))]
     on_hosts = Counter(host for _, host in ranks)
     if len({rank for rank, _ in ranks}) != len(ranks) or len({*on_hosts.values()}) != 1:
         raise UserError(
@@ -133,6 +132,14 @@ def _nccl_tests(name: str, lines: Sequence[str]) -> LinkFile | None:
     nodes = len(on_hosts)
     microseconds = {int(row["size"]): float(row["time"]) for row in rows}
     return _table((name, "nccl-tests", "nccl"), (nodes, len(ranks) // nodes), microseconds)
+
+
+def _rank_and_host(line: str) -> tuple[str, str] | None:
+    """Return what a line of the header says: #  Rank  0 Group  0 Pid  71 on  node0 device  0 ..."""
+    words = line.replace("#", " ").split()
+    if words[:1] != ["Rank"] or not {"on", "device"} <= set(words[2:-1]):
+        return None
+    return words[1], words[words.index("on") + 1]
 
 
 def _gloo_benchmark(name: str, lines: Sequence[str]) -> LinkFile | None:

@@ -395,7 +395,7 @@ def check(ended, output, recipe, *, ranks, model, ema=False):
     assert last["ema_val_accuracy"] == pytest.approx(summary["ema_test_accuracy"])
     assert (summary["ema_test_accuracy"] is not None) == (folder / "report_ema.txt").exists() == ema
     assert ("ema_state_dict" in load_checkpoint(folder / "checkpoints" / "best.pt")) == ema
-    assert len(re.findall(r"Epoch \d+: .*validation loss .* s\n", ended.out)) == len(epochs)
+    assert len(re.findall(r"Epoch \d+: .*validation loss .* s\b", ended.out)) == len(epochs)
     return folder, summary
 
 
