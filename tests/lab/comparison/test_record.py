@@ -36,6 +36,7 @@ def comparison_of(cells):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_file_of_the_most_cells_is_written_and_read_in_seconds(tmp_path):
     """``list.count`` for each of the ids alone would take some ten minutes."""

@@ -6,6 +6,7 @@ The driver and the rubric of docs/courses.md stand for a course of one's own.
 import csv
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -281,9 +282,9 @@ def one_part(part, ranks):
 
 def checked(rubric, part, script, size):
     """Check a file as `lab grade` does, but in forked ranks; return its findings and marks."""
-    words = " ".join(driver_words(Path(rubric.driver), part))
+    words = shlex.join(driver_words(Path(rubric.driver), part))
     command = rubric.parts[part].command.replace(PLACEHOLDER, words)
-    words = AuditCommand(tuple(command.replace("{script}", script.name).split()))
+    words = AuditCommand(tuple(shlex.split(command.replace("{script}", script.name))))
     logs = script.parent / "logs"
     logs.mkdir()
     secret = new_run(logs, size)

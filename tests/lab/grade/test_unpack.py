@@ -172,6 +172,7 @@ def test_an_archive_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     assert said == "it cannot be unpacked within 0.5 s"
 
 
+@pytest.mark.slow
 def test_a_large_file_is_not_read_into_memory(tmp_path):
     """What has been unpacked is hashed in the grader's process."""
     with (tmp_path / "a.py").open("wb") as file:

@@ -338,6 +338,7 @@ def test_a_terminal_of_80_columns_cuts_nothing(scaling, monkeypatch):
     assert max(map(len, tables)) <= 80
 
 
+@pytest.mark.slow
 def test_the_figure_has_a_line_for_each_strategy(tmp_path):
     assert predict("--scaling", "weak", "--figure", tmp_path / "steps.svg") == 0
     drawn = (tmp_path / "steps.svg").read_text(encoding="utf-8")
@@ -354,6 +355,7 @@ def test_the_figure_has_a_line_for_each_strategy(tmp_path):
     assert len(imread(tmp_path / "steps.PNG", format="png")) > 600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "banded"),
     [
