@@ -6,9 +6,11 @@ READY := $(VENV)/.ready
 # The versions that .ci/run has tested. `make setup CONSTRAINTS=` takes the newest ones instead.
 CONSTRAINTS ?= constraints.txt
 NEEDS_3_11 = 0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed, and " + sys.executable + " is %d.%d: install one, remove $(VENV), then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2]
-# Run six test files at a time, each in its own process: tests often wait, so two cores serve six.
-# The ten slowest tests and the total come last.
-PYTEST := $(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder --durations=10
+# Run several test files at a time, each in its own process: tests often wait, so two cores serve six
+# files, or four of the slow tests, which start more ranks. The ten slowest and the total come last.
+FILES_AT_A_TIME := 4
+test: FILES_AT_A_TIME := 6
+PYTEST = $(BIN)/python -m pytest -n $(FILES_AT_A_TIME) --dist loadfile --no-loadscope-reorder --durations=10
 # Threads that wait must not spin while other tests need the cores.
 test test-slow test-engines test-long: export OMP_WAIT_POLICY := passive
 
