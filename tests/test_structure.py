@@ -219,7 +219,7 @@ MOST_STATEMENTS = {
     "common/profiling": 340,
     "common/reporting": 580,
     "common/sync": 1460,
-    "common/training_engine": 1510,
+    "common/training_engine": 1550,
     "common/utils": 790,
     "courses": 400,
     "lab": 270,
@@ -246,7 +246,7 @@ MOST_NODES_PER_STATEMENT = 6.7
 # prefix, and to the last part if it has none.
 PARTS_OF_COMMON = {
     "1. Training": (
-        2240,
+        2290,
         ["training.py", "evaluation.py", "training_engine/", "sync/", "data/", "models/"],
     ),
     "2. Processes": (

@@ -77,7 +77,7 @@ from common.training_engine.metrics import (
     own_sums,
     sum_over_ranks,
 )
-from common.training_engine.own_metrics import Metrics
+from common.training_engine.own_metrics import Metrics, check_metrics
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -327,6 +327,7 @@ class TrainingEngine:
             raise UserError(f"num_epochs: got {num_epochs}, give at least 1")
         if target_accuracy is not None and val_loader is None:
             raise UserError("target_accuracy needs a val_loader: give one, or leave it out")
+        check_metrics(metrics or {}, self.world)
         check_lengths(self.world, train_loader, epochs=f"1 to {num_epochs}")
         entries = self._load_weights(resume, optimizer) if resume else {}
         if scheduler_by_epoch is None:
@@ -502,7 +503,7 @@ class TrainingEngine:
             samples = sum(map(count_samples, window))
             if expected is not None and self.sync.exact and not endless:
                 known = GlobalCount(self.world, expected)
-                if not self.forward.counts(window[0]):
+                if not self.forward.may_count_other_than_samples(window[0]):
                     known.start(samples)
                 return known
             with self.timer.section("sync"):
@@ -555,7 +556,10 @@ class TrainingEngine:
                 torch.manual_seed(seeds[0])  # for loaders that draw random numbers
             with self.timer.section("data"):
                 loaded = itertools.islice(batches, len(numbers))
-                window = [to_device(batch, self.device) for batch in loaded]
+                window = []
+                for batch in loaded:
+                    self.forward.refuse_ignored_labels(batch)
+                    window.append(to_device(batch, self.device))
             if not window and sized:
                 return
             if not self._first_batch_compared:
@@ -631,7 +635,7 @@ class TrainingEngine:
         """Do forward, backward, exchange and update, without a wait for the GPU."""
         timer = self.timer
         last = len(micro_batches) - 1
-        counts = self.forward.counts(micro_batches[0])
+        counts = self.forward.may_count_other_than_samples(micro_batches[0])
         numbers: list[Any] = []
         self.optimizer.zero_grad(set_to_none=True)
         for index, batch in enumerate(micro_batches):

@@ -88,6 +88,7 @@ def evaluated(
     left = limit
     try:
         for loaded in loader:
+            forward.refuse_ignored_labels(loaded)
             batch = to_device(first_samples(loaded, left), device)
             samples = count_samples(batch)
             if left is not None:
@@ -159,7 +160,7 @@ def validate(
     """
     world.activity.enter("evaluation")
     forward = criterion if isinstance(criterion, ForwardPass) else ForwardPass(criterion)
-    own_metrics = OwnMetrics(metrics, world.device)
+    own_metrics = OwnMetrics(metrics, world)
     values: list[Count] = []
     for result in evaluated(
         model,
@@ -174,10 +175,11 @@ def validate(
         own_metrics.update(result)
     own = summed(rows_of(read(values)))
     loss_sum, count, correct, samples = sum_over_ranks(world, [*own])
-    found = own_metrics.compute(world)
+    found = own_metrics.compute()
     if not samples:
         return Scores(metrics=found)
-    return Scores(loss_sum / count, found.get("accuracy", correct / samples), found)
+    loss = loss_sum / count if count else math.nan
+    return Scores(loss, found.get("accuracy", correct / samples), found)
 
 
 def _own_samples(loader: Iterable[MicroBatch]) -> int | None:

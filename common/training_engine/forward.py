@@ -30,6 +30,7 @@ from common.training_engine.batches import (
 Count = int | float | Tensor  # a tensor has shape ()
 ForwardStep = Callable[[Any, Any], tuple]  # (model, batch) -> loss, outputs[, count]
 Criterion = Callable[..., Any] | None
+_IGNORED_BY_DEFAULT = -100  # the ignore_index of torch's criteria
 
 
 class Numbers(NamedTuple):
@@ -146,18 +147,41 @@ class ForwardPass:
             )
         self._criterion = criterion
         self._step = forward_step
-        self._summed: Any = None
+        self._is_torchs = type(criterion).__module__ == nn.modules.loss.__name__
+        self._is_checked = self._is_torchs
+        self._sum_criterion: Any = None
         if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
-            self._summed = copy.copy(criterion)
-            self._summed.reduction = "sum"
+            self._sum_criterion = copy.copy(criterion)
+            self._sum_criterion.reduction = "sum"
 
-    def counts(self, batch: MicroBatch) -> bool:
+    def may_count_other_than_samples(self, batch: MicroBatch) -> bool:
         """Whether the loss may be a mean over anything but samples; the same on every rank."""
         if self._step is not None:
             return True
-        if self._summed is not None:
-            return self._averages_over_classes(targets_of(batch))
-        return type(self._criterion).__module__ != nn.modules.loss.__name__
+        if self._sum_criterion is not None:
+            return self._divides_by_other_than_samples(targets_of(batch))
+        return not self._is_torchs
+
+    def refuse_ignored_labels(self, batch: MicroBatch) -> None:
+        """Raise UserError if a sample's only label is one that the criterion ignores by default.
+
+        Such a loss is a mean over the other samples, but ``may_count_other_than_samples`` must give
+        all ranks the same answer, without a look at their labels. Labels on a GPU are not read.
+        """
+        if self._sum_criterion is None or self._step is not None:
+            return
+        labels = targets_of(batch)
+        if not isinstance(labels, Tensor) or labels.device.type != "cpu":
+            return
+        if labels.is_floating_point() or self._divides_by_other_than_samples(labels):
+            return
+        if (labels == _IGNORED_BY_DEFAULT).any():
+            kind = type(self._criterion).__name__
+            raise UserError(
+                f"a label is {_IGNORED_BY_DEFAULT}, which {kind} leaves out of its mean, while one "
+                f"label a sample counts as a sample: use another number for these labels, e.g. -1, "
+                f"and {kind}(ignore_index=-1), which counts the others"
+            )
 
     def __call__(self, model: Callable[..., Any], batch: MicroBatch) -> Result:
         """Return the result of one batch; raises UserError if it cannot be one."""
@@ -196,14 +220,17 @@ class ForwardPass:
         if self._criterion is None:
             raise UserError("batches (inputs, targets) need a criterion, or a forward_step")
         targets = targets_of(batch)
-        if self._summed is not None and self._averages_over_classes(targets):
+        if self._sum_criterion is not None and self._divides_by_other_than_samples(targets):
             count = self._divisor(targets)
             # Without any target the mean would be 0 / 0, also for the other ranks.
-            loss = self._summed(outputs, targets) / torch.where(count > 0, count, 1)
+            loss = self._sum_criterion(outputs, targets) / torch.where(count > 0, count, 1)
             return Result(loss, count, outputs, batch)
         judged = self._criterion(outputs, targets)
         if isinstance(judged, tuple):
             return _result(batch, outputs, *judged)
+        if not self._is_checked:
+            self._is_checked = True
+            self._warn_of_a_sum(outputs, targets, judged)
         if _has_several_a_sample(targets):
             warnings.warn(
                 "the criterion returns no count, so its loss counts as a mean over samples: if it "
@@ -212,18 +239,37 @@ class ForwardPass:
             )
         return _result(batch, outputs, judged)
 
+    @torch.no_grad()
+    def _warn_of_a_sum(self, outputs: Any, targets: Any, loss: Tensor) -> None:
+        """Warn if the loss doubles when each sample comes twice, as a sum does and no mean."""
+        assert self._criterion is not None
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            return
+        if not outputs.dim() or not targets.dim():
+            return
+        twice = self._criterion(torch.cat([outputs, outputs]), torch.cat([targets, targets]))
+        if loss != 0 and torch.isclose(twice, 2 * loss, rtol=1e-4, atol=0):
+            warnings.warn(
+                "the criterion's loss doubles when each sample comes twice, as a sum over samples "
+                "does, and it counts as a mean: return loss / len(outputs)",
+                stacklevel=2,
+            )
+
     def _divisor(self, targets: Tensor) -> Tensor:
         """Return what torch divides the sum by, shape (); without a wait for the GPU."""
-        kept = targets != self._summed.ignore_index
-        if self._summed.weight is None:
+        kept = targets != self._sum_criterion.ignore_index
+        if self._sum_criterion.weight is None:
             return kept.sum()
-        return (self._summed.weight[torch.where(kept, targets, 0)] * kept).sum()
+        return (self._sum_criterion.weight[torch.where(kept, targets, 0)] * kept).sum()
 
-    def _averages_over_classes(self, targets: Any) -> bool:
+    def _divides_by_other_than_samples(self, targets: Any) -> bool:
         """Whether CrossEntropyLoss or NLLLoss divides by anything but the samples."""
         if not isinstance(targets, Tensor) or targets.is_floating_point():
             return False
-        chosen = self._summed.weight is not None or self._summed.ignore_index != -100
+        chosen = (
+            self._sum_criterion.weight is not None
+            or self._sum_criterion.ignore_index != _IGNORED_BY_DEFAULT
+        )
         return chosen or targets.dim() > 1
 
 

@@ -202,7 +202,7 @@ class MetricsBuffer:
             totals = [_StepSums(*row) for row in rows]
             finite = 0  # the number of steps before the first that is not
             for record, here, total, wait in zip(records, own, totals, waits(), strict=True):
-                if total.not_finite:
+                if total.not_finite or not total.counted:
                     break
                 record.loss = total.loss_sum / total.counted
                 record.accuracy = total.correct / total.samples
@@ -215,7 +215,7 @@ class MetricsBuffer:
             if finite:
                 self._on_steps(records[:finite])
             if finite < len(records):
-                self._raise_not_finite(records[finite])
+                self._raise_not_finite(records[finite], counted=totals[finite].counted)
             if records:
                 self._timer.anchor()  # the GPU has just answered, so there is nothing to wait for
                 mean_seconds = all_seconds / self._world.size / len(records)
@@ -305,7 +305,12 @@ class MetricsBuffer:
 
         return finish
 
-    def _raise_not_finite(self, record: StepRecord) -> NoReturn:
+    def _raise_not_finite(self, record: StepRecord, *, counted: float) -> NoReturn:
+        if not counted:
+            raise GroupError(
+                f"no target counts in epoch {self._epoch}, step {record.step}, on any rank, so the "
+                "loss is a mean over nothing. All ranks stop. Leave such batches out"
+            )
         losses = gather_objects(self._world, str(record.local_loss), schema=str)  # JSON has no NaN
         culprits = [
             f"loss {loss} on rank {rank}"

@@ -27,16 +27,18 @@ class OwnMetrics:
     the metric has ``higher_is_better = False``, as torchmetrics' losses and errors have.
     """
 
-    def __init__(self, metrics: Metrics, device: torch.device) -> None:
+    def __init__(self, metrics: Metrics, world: World) -> None:
+        check_metrics(metrics, world)
         self._metrics = metrics
+        self._world = world
         self._sums: dict[str, Tensor] = {}  # (2,) float64: total and count
         for name, metric in metrics.items():
             if hasattr(metric, "compute"):
                 metric.reset()
                 if hasattr(metric, "to"):
-                    metric.to(device)
+                    metric.to(world.device)
             else:
-                self._sums[name] = torch.zeros(2, dtype=torch.float64, device=device)
+                self._sums[name] = torch.zeros(2, dtype=torch.float64, device=world.device)
 
     def update(self, result: Result) -> None:
         """Add a batch, without a wait for the GPU."""
@@ -50,24 +52,19 @@ class OwnMetrics:
                     f"the metric {name!r} returned {found!r}: return total, count, which are "
                     "summed over batches and ranks; the value is total / count"
                 )
-            self._sums[name] += torch.stack([torch.as_tensor(number) for number in found])
+            for at, number in enumerate(found):  # one may be on the GPU, the other a Python number
+                self._sums[name][at] += number
 
-    def compute(self, world: World) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         """Return the values over all ranks, by name. Collective."""
         values = {}
-        rows = sum_over_ranks(world, [sums.tolist() for sums in self._sums.values()])
+        rows = sum_over_ranks(self._world, [sums.tolist() for sums in self._sums.values()])
         summed = dict(zip(self._sums, rows, strict=True))
         for name, metric in self._metrics.items():
             if name in summed:
                 total, count = summed[name]
                 values[name] = total / count if count else math.nan
                 continue
-            if world.size > 1 and not _sums_over_ranks(metric):
-                raise UserError(
-                    f"the metric {name!r} is a {type(metric).__name__} of one rank: on "
-                    f"{world.size} ranks give a metric of torchmetrics, or a function of (outputs, "
-                    "batch) that returns total, count"
-                )
             found = metric.compute()
             if isinstance(found, Mapping):  # of a collection
                 values |= {key: float(value) for key, value in found.items()}
@@ -76,6 +73,25 @@ class OwnMetrics:
         return values
 
 
-def _sums_over_ranks(metric: Any) -> bool:
+def check_metrics(metrics: Metrics, world: World) -> None:
+    """Raise UserError on metrics of one rank if there are more, and on two metrics of one name."""
+    names: list[str] = []
+    for name, metric in metrics.items():
+        names += metric.keys() if hasattr(metric, "keys") else [name]  # those of a collection
+        if world.size > 1 and hasattr(metric, "compute") and not _is_torchmetrics(metric):
+            raise UserError(
+                f"the metric {name!r} is a {type(metric).__name__} of one rank: on "
+                f"{world.size} ranks give a metric of torchmetrics, or a function of (outputs, "
+                "batch) that returns total, count"
+            )
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(
+            f"two metrics are called {twice[0]!r}: give the MetricCollection a prefix, or the "
+            "metric another name"
+        )
+
+
+def _is_torchmetrics(metric: Any) -> bool:
     """Whether it is torchmetrics', whose ``compute`` brings the ranks' states together."""
     return any(kind.__module__.startswith("torchmetrics") for kind in type(metric).__mro__)

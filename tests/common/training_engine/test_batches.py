@@ -273,6 +273,21 @@ def test_a_metric_that_is_no_number_makes_no_epoch_the_best_and_says_so(tmp_path
     assert not (tmp_path / "run/best.pt").exists()
 
 
+def test_a_metric_of_a_collection_may_not_hide_another(tmp_path):
+    f1 = torchmetrics.F1Score("multiclass", num_classes=4)
+    batch = (torch.ones(2, 4), torch.tensor([0, 1]))
+    metrics = {"f1": right_tokens, "all": torchmetrics.MetricCollection({"f1": f1})}
+    with pytest.raises(UserError, match=r"two metrics are called 'f1'.*prefix"):
+        trained(tmp_path, nn.Linear(4, 4), [batch], [batch], nn.CrossEntropyLoss(), metrics=metrics)
+    metrics["all"] = torchmetrics.MetricCollection({"f1": f1}, prefix="all_")
+    metrics["f1"] = lambda outputs, batch: (torch.tensor(0.1, dtype=torch.float64), 3)
+    history = trained(
+        tmp_path, nn.Linear(4, 4), [batch], [batch], nn.CrossEntropyLoss(), metrics=metrics
+    )
+    assert set(history) >= {"val_f1", "val_all_f1"}
+    assert history["val_f1"][-1] == 0.1 / 3, "in float64"
+
+
 def test_a_metric_without_a_count_is_refused(tmp_path):
     batch = (torch.ones(2, 4), torch.ones(2, 4))
     metrics = {"half": lambda outputs, batch: 0.5}
@@ -280,14 +295,51 @@ def test_a_metric_without_a_count_is_refused(tmp_path):
         trained(tmp_path, nn.Linear(4, 4), [batch], [batch], nn.MSELoss(), metrics=metrics)
 
 
-def test_a_mean_over_no_target_is_named_as_the_loss_that_is_not_finite(tmp_path):
-    batch = (torch.ones(2, 4), torch.ones(2, 4))
+def mean_of_nothing(outputs, targets):
+    return outputs.sum() * math.nan, 0
 
-    def mean_of_nothing(outputs, targets):
-        return outputs.sum() * math.nan, 0
 
-    with pytest.raises(GroupError, match="loss nan on rank 0"):
-        trained(tmp_path, nn.Linear(4, 4), [batch], None, mean_of_nothing)
+@pytest.mark.parametrize(
+    "criterion",
+    [mean_of_nothing, nn.CrossEntropyLoss(ignore_index=IGNORED)],
+    ids=["own", "torch's"],
+)
+def test_a_step_in_which_no_target_counts_is_named(tmp_path, criterion):
+    batches = [sentences(4, 6, 0), sentences(4, 6, 1, ignored=6)]
+    if criterion is mean_of_nothing:
+        batches = batches[1:]
+    words = f"no target counts in epoch 1, step {len(batches)}, on any rank"
+    with pytest.raises(GroupError, match=words):
+        trained(tmp_path, Tagger(), batches, None, criterion)
+    scores = validate(Tagger(), current_world(), criterion, batches[-1:])
+    assert math.isnan(scores.loss)
+
+
+def test_a_sample_whose_only_label_is_ignored_by_default_is_refused(tmp_path):
+    inputs, labels = torch.randn(4, 4), torch.tensor([0, 1, -100, 2])
+    default, chosen = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(ignore_index=IGNORED)
+    for loaders in ([(inputs, labels)], None), ([(inputs, labels.abs() % 3)], [(inputs, labels)]):
+        with pytest.raises(
+            UserError, match=r"a label is -100.*CrossEntropyLoss\(ignore_index=-1\)"
+        ):
+            trained(tmp_path, nn.Linear(4, 3), *loaders, default)
+    model = nn.Linear(4, 3)
+    kept = labels >= 0
+    losses = trained(
+        tmp_path, model, [(inputs, labels.clamp(min=IGNORED))], None, chosen, epochs=1, lr=0.0
+    )["train_loss"]
+    assert losses == [pytest.approx(default(model(inputs[kept]), labels[kept]).item(), rel=1e-6)]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_criterion_that_returns_a_sum_over_samples_warns(tmp_path, reduction, recwarn):
+    def criterion(outputs, targets):
+        return nn.functional.mse_loss(outputs, targets, reduction=reduction)
+
+    batch = (torch.randn(6, 4), torch.randn(6, 4))
+    trained(tmp_path, nn.Linear(4, 4), [batch], None, criterion)
+    sums = [one for one in recwarn if "doubles when each sample comes twice" in str(one.message)]
+    assert len(sums) == (reduction == "sum")
 
 
 def test_a_loss_over_tokens_without_a_count_warns(tmp_path):
@@ -465,14 +517,8 @@ def on_two_ranks(rank, folder):
         metrics={"f1": f1, "mean": mean_of_first},
     )
     found["scores"] = scores._asdict()
-    with pytest.raises(UserError, match="'own' is a Scripted of one rank"):
-        validate(
-            model,
-            current_world(),
-            nn.CrossEntropyLoss(),
-            DataLoader(own, batch_size=4),
-            metrics={"own": Scripted([1.0])},
-        )
+    with pytest.raises(UserError, match="'own' is a Scripted of one rank"):  # before any step
+        engine.train(stream, stream, None, None, num_epochs=1, metrics={"own": Scripted([])})
 
     records = []
     engine = prepared(nn.Linear(4, 3), "all_reduce")
