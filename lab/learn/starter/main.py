@@ -79,7 +79,13 @@ def train(args, average):
     sampler = DistributedSampler(data, args.num_nodes, args.rank, seed=0, drop_last=True)
     # The batch of 256 is that of all ranks together.
     share = args.batch_size // args.num_nodes
+    if args.rank == 0:
+        print(f"{args.num_nodes} x {share} = {args.num_nodes * share} images a step", flush=True)
     loader = DataLoader(data, share, sampler=sampler, drop_last=True)
+    if len(loader) == 0:
+        raise SystemExit(
+            f"{len(sampler)} images a rank make no batch of {share}: --batch-size less"
+        )
     torch.manual_seed(0)  # all ranks begin with the same weights
     network = VGG11()
     model = in_ddp(network) if args.sync == "ddp" else network
@@ -116,7 +122,9 @@ def test(network, args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sync", choices=["none", "gather_scatter", "all_reduce", "ddp"])
+    parser.add_argument(
+        "--sync", choices=["none", "gather_scatter", "all_reduce", "ddp"], default="none"
+    )
     parser.add_argument("--master-ip", default="127.0.0.1")
     parser.add_argument("--master-port", default="29512")
     parser.add_argument("--num-nodes", type=int, default=1)
@@ -126,8 +134,10 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=256, help="of all ranks together")
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
-    if (args.sync in (None, "none")) != (args.num_nodes == 1):
+    if (args.sync == "none") != (args.num_nodes == 1):
         parser.error("--sync gather_scatter, all_reduce and ddp go with --num-nodes 2 or more")
+    if args.steps < 2 or args.batch_size < args.num_nodes:
+        parser.error("give --steps 2 or more, and a --batch-size of --num-nodes or more")
     averages = {"gather_scatter": average_by_gather_scatter, "all_reduce": average_by_all_reduce}
     if args.num_nodes > 1:
         address = f"tcp://{args.master_ip}:{args.master_port}"

@@ -114,6 +114,28 @@ def test_the_starter_replaces_no_file(starter, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--steps", "1"], 2, "give --steps 2 or more"),
+        (["--batch-size", "2000"], 1, "1437 images a rank make no batch of 2000"),
+        (["--steps", "2", "--batch-size", "7"], 0, "1 x 7 = 7 images a step"),
+    ],
+)
+def test_the_starter_ends_with_words_or_a_result(starter, flags, code, words):
+    folder, _ = starter
+    ended = subprocess.run(
+        [sys.executable, "main.py", "--dataset", "digits", *flags],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == code
+    assert words in ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["gather_scatter", "all_reduce", "ddp"])
 def test_the_audit_calls_the_filled_starter_right(starter, sync):
     """With the printed command and fewer steps, in the folder with the course's model.py."""
