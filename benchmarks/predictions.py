@@ -2,6 +2,7 @@
 
     python benchmarks/predictions.py               # 62 steps of 14 groups
     python benchmarks/predictions.py FILE --json   # a CSV file with the columns of published.csv
+    python benchmarks/predictions.py --leave-one-out   # each group by priors fitted to the others
 
 ``validate`` predicts each row of a file by priors.toml, and ``scores`` says how good that is.
 ``--write`` keeps the scores of published.csv for the page of ``lab whatif``.
@@ -32,7 +33,7 @@ from common.utils.atomic_files import write_atomically
 from common.utils.grouping import grouped
 from lab.predict.cluster import typical_latency
 from lab.predict.event_model import Network, loads, step_seconds
-from lab.predict.fitting import MeasuredStep
+from lab.predict.fitting import MeasuredStep, fit
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import PublishedStep, published_path, read_published
 from lab.predict.tables import interval
@@ -107,9 +108,10 @@ class Score(Errors):
     baselines: Mapping[str, Errors]
 
 
-def validate(rows: Sequence[PublishedStep]) -> list[Scored]:
-    """Predict each row, in order."""
-    beliefs = Beliefs.of(load_priors())
+def validate(rows: Sequence[PublishedStep], beliefs: Beliefs | None = None) -> list[Scored]:
+    """Predict each row, in order; ``beliefs`` None: those of priors.toml."""
+    if beliefs is None:
+        beliefs = Beliefs.of(load_priors())
     scored = []
     for row in rows:
         cell = row.cell(beliefs)
@@ -150,6 +152,20 @@ def scores(scored: Sequence[Scored]) -> dict[str, Score]:
     for group, of_group in grouped((row.row.group, row) for row in scored).items():
         name = f"group {group}" if group in found else group
         found[name] = score(of_group)
+    return found
+
+
+def leave_one_out(rows: Sequence[PublishedStep]) -> list[tuple[Scored, Scored]]:
+    """Return each row by priors.toml, and by priors fitted to the other groups.
+
+    A fit moves the typical values. How far clusters differ from them stays as priors.toml says.
+    """
+    beliefs = Beliefs.of(load_priors())
+    found = []
+    for group, own in grouped((row.group, row) for row in rows).items():
+        others = [row.cell(beliefs) for row in rows if row.group != group]
+        fitted = replace(beliefs, mean=fit(beliefs, others).mean)
+        found += zip(validate(own), validate(own, fitted), strict=True)
     return found
 
 
@@ -246,6 +262,36 @@ def _cells(found: Score) -> list[str]:
     return [str(found.rows), *shares, *baselines, order]
 
 
+def print_leave_one_out(path: Path) -> None:
+    """Print each group's errors by priors.toml, and by priors fitted to all other groups."""
+    pairs = leave_one_out(read_published(path))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for heading in ("group", "year", "kind", "software", "link"):
+        table.add_column(heading)
+    for heading in ("rows", "not\nfitted", "90th\nperc.", "fitted to\nthe others", "90th\nperc."):
+        table.add_column(heading, justify="right", no_wrap=True)
+    errors = _errors_before_and_after(pairs)
+    table.add_row("all", "", "", "", "", str(len(pairs)), *errors)
+    for group, own in grouped((pair[0].row.group, pair) for pair in pairs).items():
+        row = own[0][0].row
+        facts = [row.columns.get(name) or "-" for name in ("year", "kind")]
+        link = {(True, True): "both", (True, False): "RDMA", (False, True): "TCP"}
+        by_rdma = {pair[0].row.by_rdma for pair in own}
+        words = [*facts, _BACKENDS[row.backend], link[True in by_rdma, False in by_rdma]]
+        errors = _errors_before_and_after(own)
+        table.add_row(Text(group), *map(Text, words), str(len(own)), *errors)
+    Console(highlight=False, width=_WIDTH).print(table)
+
+
+def _errors_before_and_after(pairs: Sequence[tuple[Scored, Scored]]) -> list[str]:
+    """Return medians and 90th percentiles, not fitted and fitted."""
+    cells = []
+    for scored in zip(*pairs, strict=True):
+        of_all = score(scored)
+        cells += [f"{of_all.median_error:.1%}", f"{of_all.p90_error:.1%}"]
+    return cells
+
+
 def print_json(path: Path) -> None:
     """Score the file's rows and print scores and rows as JSON."""
     scored = validate(read_published(path))
@@ -257,16 +303,24 @@ def main(words: Sequence[str] | None = None) -> None:
     """Print scores, or write those that the page has."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?", default=published_path(), metavar="FILE")
-    parser.add_argument("--json", action="store_true", help="print scores and rows as JSON")
-    parser.add_argument("--write", action="store_true", help=f"write {FAMILIES.name} for the page")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--json", action="store_true", help="print scores and rows as JSON")
+    instead.add_argument(
+        "--leave-one-out",
+        action="store_true",
+        help="print each group's errors by priors fitted to the other groups",
+    )
+    instead.add_argument("--write", action="store_true", help=f"write {FAMILIES.name} for the page")
     args = parser.parse_args(words)
-    if args.write and (args.json or args.file != published_path()):
-        parser.error("--write is of published.csv alone: leave out FILE and --json")
+    if args.write and args.file != published_path():
+        parser.error("--write is of published.csv alone: leave out FILE")
     try:
         if args.write:
             write_atomically(FAMILIES, json.dumps(families(), indent=1).encode() + b"\n")
         elif args.json:
             print_json(args.file)
+        elif args.leave_one_out:
+            print_leave_one_out(args.file)
         else:
             print_scores(args.file)
     except UserError as error:

@@ -6,7 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.predictions import Scored, families, main, score, scores, validate
+from benchmarks.predictions import (
+    Scored,
+    families,
+    leave_one_out,
+    main,
+    score,
+    scores,
+    validate,
+)
 from lab.predict.fitting import fit
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import published_path, read_published
@@ -174,12 +182,33 @@ def test_a_file_that_is_none_ends_with_a_message(tmp_path, capsys):
     assert "none.csv cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["mine.csv"], ["--json"]])
-def test_words_that_write_would_ignore_are_refused(words, capsys):
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("mine.csv", "leave out"), ("--json", "not allowed"), ("--leave-one-out", "not allowed")],
+)
+def test_words_that_write_would_ignore_are_refused(word, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["--write", *words])
+        main(["--write", word])
     assert ended.value.code == 2
-    assert "leave out" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+
+
+def test_a_group_left_out_is_predicted_by_the_others_alone():
+    """The group's own steps, ten times as long, move its own errors and not its predictions."""
+    rows = read_published(published_path())
+    group = "cos568-B"
+    slower = [
+        replace(row, measured_step_s=10 * row.measured_step_s) if row.group == group else row
+        for row in rows
+    ]
+    as_measured, as_changed = (
+        [pair for pair in leave_one_out(given) if pair[0].row.group == group]
+        for given in (rows, slower)
+    )
+    for (unfitted, fitted), (_, changed) in zip(as_measured, as_changed, strict=True):
+        assert fitted.predicted == changed.predicted
+        assert fitted.predicted != unfitted.predicted
+        assert changed.error == pytest.approx((fitted.error + 1) / 10 - 1)
 
 
 def test_the_page_has_the_scores_of_the_published_steps():

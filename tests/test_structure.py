@@ -208,7 +208,7 @@ def test_functions_of_common_take_few_parameters():
 # "lab" are the files directly there. Lower a row with each cut; whoever raises one says in the
 # commit what for.
 MOST_STATEMENTS = {
-    "benchmarks": 910,
+    "benchmarks": 950,
     "common": 710,
     "common/config": 390,
     "common/data": 340,

@@ -143,6 +143,7 @@ CHECKS = {
     "^source|^export": quick(),
     # benchmarks
     r"benchmarks/predictions\.py .*today": quick(prints=r"all +10 "),
+    r"benchmarks/predictions\.py --leave": quick(prints=r"all +62 +7\.0%"),
     r"benchmarks/predictions\.py": quick(prints=r"all +62"),
     "train_step|loader": long(cifar=True),
     "audit_overhead": long("--pairs 1 --steps 2"),
