@@ -34,8 +34,10 @@ def measures_for(model: str, *, quick: bool) -> Measures:
     No number of samples is a common batch size, so no predicted cell is measured.
     """
     if quick:
-        return Measures(model, _SIZES[::2], rounds=3, step_rounds=2, samples=(24, 72, 140), steps=1)
-    return Measures(model, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2)
+        return Measures(
+            model, _SIZES[::2], rounds=2, message_turns=2, samples=(24, 72, 140), steps=1
+        )
+    return Measures(model, _SIZES, rounds=3, message_turns=2, samples=(28, 100, 220), steps=2)
 
 
 def default_ranks() -> int:
@@ -54,7 +56,7 @@ def calibrate(
     ranks = ranks or default_ranks()
     measures = measures_for(model, quick=quick)
     console.print(
-        f"calibrating with {ranks} ranks on this machine: {measures.number} measurements, usually "
+        f"calibrating with {ranks} ranks on this machine: {measures.rounds} rounds, usually "
         f"{'half a minute' if quick else 'one to two minutes'} if the machine is otherwise idle"
     )
     found = launch_distributed_training(

@@ -1,11 +1,12 @@
 """What one rank measures for a calibration: ``measure_rank`` times messages, memory and compute.
 
 Everything is measured in turns, for several rounds, so that a machine whose speed drifts distorts
-all numbers alike. Sizes are in bytes, times in seconds.
+all numbers alike, and the time of some rounds tells that of the rest. Sizes are in bytes, times in
+seconds.
 """
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,7 +45,6 @@ from lab.calibrate.measurements import (
 from lab.calibrate.trainer import WARM_UP_STEPS, Trainer, cpu_seconds, spent
 
 _LIMIT_SECONDS = 600
-_WARM_UP_ROUNDS = 1
 _OVERLAP_BYTES = 8_000_000
 _PROBE_SAMPLES = 4  # of the backward whose time tells how many samples are affordable
 _LONGEST_BACKWARD_SECONDS = 6.0
@@ -58,7 +58,7 @@ class Measures:
     ----------
     model : by name, see common/models.
     sizes : of messages in bytes, each with the number of calls in a row that are timed together.
-    rounds, step_rounds : rounds of the messages and of the training steps.
+    rounds : each times the messages ``message_turns`` times, and then the training steps.
     samples : of the training steps of a rank that has its machine to itself; ranks that share a
         machine divide them. Fewer are used if the model is slow.
     steps : timed in each round for each number of samples.
@@ -67,14 +67,9 @@ class Measures:
     model: str
     sizes: tuple[tuple[int, int], ...]
     rounds: int
-    step_rounds: int
+    message_turns: int
     samples: tuple[int, ...]
     steps: int
-
-    @property
-    def number(self) -> int:
-        """The number of measurements, for the progress."""
-        return _WARM_UP_ROUNDS + self.rounds + self.step_rounds
 
 
 def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -> GroupMeasurements:
@@ -91,25 +86,24 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     with ExitStack() as stack:
         signal.alarm(_LIMIT_SECONDS)
         stack.callback(signal.alarm, 0)
-        show = stack.enter_context(
-            show_progress(
-                "calibration", total=measures.number, unit="measurements", visible=rank == 0
-            )
-        )
-        with torch.no_grad():
-            turns = time_messages(rank, size, measures, show)
+        messages = MessageTimer(rank, size, measures.sizes)
+        messages.time()  # warms up
         trainer = Trainer(measures.model, most_samples=max(measures.samples))
         samples = _affordable(trainer, measures.samples, ranks_here)
         own_samples = tuple(max(2, count // ranks_here) for count in samples)
         found = RankMeasurements(
-            turns=turns,
+            turns=[],
             ready=trainer.time_gradients(own_samples[-1]),
             threads=threads,
             environment=environment(),
         )
-        messages_done = measures.number - measures.step_rounds
-        for done in range(messages_done, measures.number):
+        progress = show_progress(
+            "calibration", total=measures.rounds, unit="rounds", visible=rank == 0
+        )
+        show = stack.enter_context(progress)
+        for done in range(measures.rounds):
             show(done)
+            found.turns += [messages.time() for _ in range(measures.message_turns)]
             found.together += trainer.time_steps(
                 own_samples, steps=measures.steps, after_step=barrier
             )
@@ -133,34 +127,37 @@ def _set_group_timeout(timeout: timedelta) -> None:
         distributed_c10d._set_pg_timeout(timeout)
 
 
-def time_messages(
-    rank: int, size: int, measures: Measures, show: Callable[[int], None]
-) -> list[MessageRound]:
-    """Time each kind of message at each size, and memory, in several rounds. Collective.
+class MessageTimer:
+    """Times each kind of message at each size, and memory.
 
     A row's time is from a common begin until every rank has its result. A tiny all_reduce follows
     each message, since a send timed alone would seem to end as soon as the message is in a buffer;
     that all_reduce alone is timed in the same round. Each call uses another part of memory, as
     gradients do.
+
+    sizes : see ``Measures``.
     """
-    largest = max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1])
-    arena = torch.zeros(largest // FLOAT_BYTES + SPREAD)
-    arena.fill_(0.0)  # the kernel maps its pages now
-    calls = {kind: message_call(kind, rank, size) for kind in KINDS}
-    rounds: list[MessageRound] = []
-    for done in range(_WARM_UP_ROUNDS + measures.rounds):
-        show(done)
+
+    def __init__(self, rank: int, size: int, sizes: Sequence[tuple[int, int]]) -> None:
+        largest = max(2 * sizes[-1][0], 10 * MEMORY_SIZES[-1])
+        self._arena = torch.zeros(largest // FLOAT_BYTES + SPREAD)
+        self._arena.fill_(0.0)  # the kernel maps its pages now
+        self._calls = {kind: message_call(kind, rank, size) for kind in KINDS}
+        self._sizes = sizes
+
+    @torch.no_grad()
+    def time(self) -> MessageRound:
+        """Return one turn's times. Collective."""
         began = cpu_seconds()
         messages: dict[str, list[MessageRow]] = {kind: [] for kind in KINDS}
-        for nbytes, repeats in measures.sizes:
-            parts = parts_of(arena, nbytes, repeats)
+        for nbytes, repeats in self._sizes:
+            parts = parts_of(self._arena, nbytes, repeats)
             without = seconds_of_call(lambda _: None, parts)
-            for kind, call in calls.items():
+            for kind, call in self._calls.items():
                 row = MessageRow(nbytes, seconds_of_call(call, parts), without)
                 messages[kind].append(row)
-        memory = time_memory(arena)
-        rounds.append(MessageRound(messages, memory, cpu=spent(began, cpu_seconds())))
-    return rounds[_WARM_UP_ROUNDS:]
+        memory = time_memory(self._arena)
+        return MessageRound(messages, memory, cpu=spent(began, cpu_seconds()))
 
 
 def _overlap(trainer: Trainer, samples: int) -> OverlapTimes:

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -13,7 +15,7 @@ import pytest
 from common.errors import UserError
 from common.sync.message_cost import KINDS, GradientSize
 from common.sync.plans.batchnorm import BatchNormLayer
-from lab.calibrate import calibration
+from lab.calibrate import calibration, rank_measurements
 from lab.calibrate.fits import fit_calibration
 from lab.calibrate.measurements import (
     CpuSeconds,
@@ -31,17 +33,58 @@ from lab.cli import main
 from lab.fitting import fit
 from lab.predict.calibration_file import describe, load_calibration, reference_path
 from lab.predict.event_model import loads
-from tests.helpers import ROOT, Started, free_port, start_lab, user_environment, wait_until
+from tests.helpers import (
+    ROOT,
+    Started,
+    free_port,
+    run_ranks,
+    start_lab,
+    user_environment,
+    wait_until,
+)
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
 TINY = Measures(
     "vgg11",
     ((1_000, 3), (100_000, 2), (4_000_000, 1)),
-    rounds=2,
-    step_rounds=1,
+    rounds=1,
+    message_turns=2,
     samples=(4, 8, 12),
     steps=1,
 )
+
+
+def rounds_of(rank, size):
+    """Return what a rank measures in each round, by the progress that it shows."""
+    rounds = []
+
+    @contextmanager
+    def progress(*_, total, **__):
+        yield lambda done: rounds.append([done / total])
+
+    def noted(owner, name):
+        inner = getattr(owner, name)
+
+        def call(*arguments, **options):
+            if rounds:
+                rounds[-1].append(name)
+            return inner(*arguments, **options)
+
+        return pytest.MonkeyPatch().setattr(owner, name, call)
+
+    pytest.MonkeyPatch().setattr(rank_measurements, "show_progress", progress)
+    noted(rank_measurements.MessageTimer, "time")
+    noted(rank_measurements.Trainer, "time_steps")
+    measures = replace(TINY, rounds=3, message_turns=1, sizes=TINY.sizes[:1])
+    rank_measurements.measure_rank(rank, size, measures=measures, ranks_here=1)
+    return rounds
+
+
+@pytest.mark.slow
+def test_all_rounds_of_the_progress_measure_the_same():
+    """So the rest takes as long as what is done, in proportion."""
+    expected = [[done / 3, "time", "time_steps"] for done in range(3)]
+    assert run_ranks(2, rounds_of, 2) == [expected, expected]
 
 
 def noisy(seconds, generator, share=0.03):
