@@ -15,8 +15,8 @@ Sends: from the third step on every rank, rank 0 included, 6(N-1) messages, 2(N-
     bytes, and receives as much. U is the bytes of the uncompressed gradients, P and Q are those of
     the thin matrices. For VGG-11 with r = 2, U + P + Q is 0.22 MB of 36.9. The first two steps are
     plain ``ddp`` with one bucket.
-Time: 6(N-1) alpha + 2(N-1)/N (U + P + Q) / B + ((N-1)/N (U + P + Q) + 2M) gamma, two copies of M
-    bytes in memory, and the products G Q and G^T P. None of this overlaps with backward.
+Time: 6(N-1) alpha + 2(N-1)/N (U + P + Q) / B + (N-1)/N (U + P + Q) gamma, and for M bytes the
+    errors and the products G Q, G^T P and P Q^T. None of this overlaps with backward.
     [Vogels et al., arXiv:1905.13727]
 Common mistake: dropping the error instead of adding it to the next gradient: what r columns cannot
     hold is then lost in every step.

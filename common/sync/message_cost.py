@@ -25,6 +25,10 @@ COLLECTIVES = (
 )
 KINDS = (*COLLECTIVES, "exchange")
 
+Compressor = Literal["", "search", "project", "cast"]
+"""How gradients are made smaller: by a search for the largest entries (top-k), as products of thin
+matrices (PowerSGD), by rounding to fewer bits; with what undoes it. "": not at all."""
+
 Among = Literal["all", "node", "leaders"]
 """Which ranks an operation is among: all, those of each node, or the first one of each node."""
 
@@ -47,6 +51,8 @@ class Operation(msgspec.Struct, frozen=True):  # a struct, since predictions mak
     among : the ranks that take part; with "node" every node does the same at the same time.
     partner : of an exchange, the rank with which a rank exchanges, None if with none; by default
         the next one. It says how many messages pass the link of a node with several ranks.
+    compressor, compressed_bytes : how the strategy compresses gradients around each one, and the
+        bytes of these gradients, on every rank.
     """
 
     kind: str
@@ -58,6 +64,8 @@ class Operation(msgspec.Struct, frozen=True):  # a struct, since predictions mak
     needed_bytes: int | None = None
     among: Among = "all"
     partner: Callable[[int], int | None] | None = None
+    compressor: Compressor = ""
+    compressed_bytes: int = 0
 
 
 class GradientSize(int):

@@ -10,8 +10,8 @@ It is lossy. What it keeps: over all ranks, residuals before + gradients = resid
 Sends: k = ceil(topk_ratio n) of n entries of 4 bytes, each with an index of 4 bytes. Every rank
     sends 2(N-1) messages, 8(N-1)k bytes, and receives as much. These are fewer bytes than a
     ring's only if topk_ratio < 1/N.
-Time: 2(N-1) alpha + 8(N-1)k / B + (M + 4Nk) gamma, one copy of M bytes in memory, and the search
-    for the k largest, which takes longer than adding all n. [Stich et al., arXiv:1809.07599]
+Time: 2(N-1) alpha + 8(N-1)k / B + 4Nk gamma, and the residual and the search for the k largest of
+    M bytes, which takes longer than adding all n. [Stich et al., arXiv:1809.07599]
 Common mistake: dropping what is not sent, so that small gradients never arrive. Another: dividing
     each entry by the number of ranks that sent it instead of by N.
 

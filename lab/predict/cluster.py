@@ -176,6 +176,7 @@ class TypicalCluster:
             kinds=dict.fromkeys(_KINDS, rate) | dict.fromkeys(_ROOTED, by_root),
             overlap_cost=values.overlap_cost,
             tree_share=values.tree_share,
+            compress_seconds=values.compress_seconds,
             shared_by=ranks_per_node,
             within=inside,
         )

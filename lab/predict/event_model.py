@@ -41,7 +41,7 @@ ByteSeconds = Annotated[float, Meta(ge=0, le=1)]
 
 # Seconds of operations by what they are spent on, as shown to readers; the parts do not overlap.
 Terms = dict[str, float]
-TERMS = ("latency", "bandwidth", "root's link", "summation")
+TERMS = ("latency", "bandwidth", "root's link", "summation", "compression")
 
 
 # Values of the formulas below: a number, or an array with one entry for each draw of a prior.
@@ -110,6 +110,7 @@ class Network:
         concurrent backward. 0: not at all, as with a free core; 1: the two take turns.
     tree_share : share of a ring's rate at which all_reduce sends along a tree (NCCL), if that is
         faster than the ring. 0: rings alone (Gloo).
+    compress_seconds : of a byte of gradients, by how it is compressed (``Operation.compressor``).
     """
 
     alpha_seconds: MessageSeconds
@@ -119,6 +120,7 @@ class Network:
     kinds: Mapping[Text, Rate] = field(default_factory=dict)
     overlap_cost: Share = 0.0
     tree_share: Share = 0.0
+    compress_seconds: Mapping[Text, ByteSeconds] = field(default_factory=dict)
 
     @property
     def ranks_per_node(self) -> int:
@@ -191,6 +193,7 @@ class Network:
             self.copy_seconds_per_byte,
             kinds,
             self.overlap_cost,
+            compress_seconds=self.compress_seconds,
             software=software,
             shared_by=ranks_per_node,
             within=inside or software,
@@ -411,8 +414,8 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     """Return the time of ``operation.count`` operations; time added by the floor is latency.
 
     One operation takes its stages, at least the floor, + summed x gamma + copied x the cost of a
-    copy. A stage takes (messages x alpha + bytes x beta) of its longest chain of messages, or of
-    its busiest link if that takes longer.
+    copy + compressed x that of compressing. A stage takes (messages x alpha + bytes x beta) of its
+    longest chain of messages, or of its busiest link if that takes longer.
     """
     ranks_per_node = network.ranks_per_node
     if operation.among == "node":
@@ -443,6 +446,7 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     added = _summed_bytes(operation.kind, operation.nbytes, ranks) + operation.summed_bytes
     adding = added * network.gamma_seconds_per_byte
     copying = operation.copied_bytes * network.copy_seconds_per_byte
+    of_a_byte = network.compress_seconds.get(operation.compressor, 0.0)
     count = operation.count
     # Through a root, the bytes of all ranks share one link: more ranks make it slower, so it is a
     # term of its own.
@@ -452,6 +456,7 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
         "bandwidth": 0.0 if by_root else count * passing,
         "root's link": count * passing if by_root else 0.0,
         "summation": count * (adding + copying),
+        "compression": count * operation.compressed_bytes * of_a_byte,
     }
 
 

@@ -65,9 +65,9 @@ class Prior:
 class ClusterValues:
     """What one cluster costs, or one in each of ``DRAWS`` draws: the fields hold floats or arrays.
 
-    The names are those of priors.toml, in seconds and bits a second; ``sum_seconds`` and
-    ``update_seconds`` are of a byte. ``most_bits`` is infinite, and ``tree_share`` 0, where no such
-    limit and no tree is known.
+    The names are those of priors.toml, in seconds and bits a second; ``sum_seconds``,
+    ``update_seconds`` and ``compress_seconds``, by compressor, are of a byte. ``most_bits`` is
+    infinite, and ``tree_share`` 0, where no such limit and no tree is known.
     """
 
     fixed_share: Any
@@ -85,6 +85,7 @@ class ClusterValues:
     call_seconds: Any
     root_call_seconds: Any
     tree_share: Any
+    compress_seconds: Mapping[str, Any]
 
     def batch_share(self, samples: float) -> Any:
         """Return a rank's step with ``samples`` times its samples, as a share of its step now."""
@@ -169,6 +170,11 @@ class Beliefs:
             call_seconds=1e-6 * found.get("call_us", 0.0),
             root_call_seconds=1e-6 * found["root_call_us"],
             tree_share=_at_most_one(found.get("tree_share", 0.0)),
+            compress_seconds={
+                "search": 1e-9 / found["search_gbytes"],
+                "project": 1e-9 / found["project_gbytes"],
+                "cast": 1e-9 / found["cast_gbytes"],
+            },
         )
 
 

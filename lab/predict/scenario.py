@@ -5,6 +5,7 @@ Imports no torch.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -233,6 +234,8 @@ class Scenario:
         measured = self.calibration.network
         if self.in_draws:
             measured = drawn_network(self.calibration)
+        if not measured.compress_seconds:
+            measured = replace(measured, compress_seconds=self._typical_compression())
         within = self._inside(measured)
         if rate_bits is None:
             measured = measured.faster(faster)
@@ -242,6 +245,13 @@ class Scenario:
             ranks_per_node=self.ranks_per_node,
             inside=within,
         )
+
+    def _typical_compression(self) -> Mapping[str, Any]:
+        """Return what CPUs with Gloo take to compress a byte, which calibrations do not measure."""
+        typical = TypicalCluster.of("gloo", "tcp")
+        if self.in_draws:
+            typical = typical.drawn()
+        return typical.values.compress_seconds
 
     def _cluster_network(
         self, cluster: TypicalCluster, rate_bits: float | None, faster: int

@@ -104,7 +104,7 @@ const Engine = (() => {
   };
 
   const loaded = (data, operation, ranks, perNode) => {
-    const { kind, nbytes, count, copied } = operation;
+    const { kind, nbytes, count, copied, compressor, compressed } = operation;
     const stages = stagesOf(data, operation, ranks, perNode).map((found) => ({
       ...found,
       bytes: found.share * nbytes,
@@ -113,7 +113,7 @@ const Engine = (() => {
     }));
     const ringAdds = SUMMING.includes(kind) ? ((ranks - 1) / ranks) * nbytes : 0;
     return {
-      operation, kind, count, stages, copied, ranks, perNode,
+      operation, kind, count, stages, copied, compressor, compressed, ranks, perNode,
       starts: 1,
       added: ringAdds + operation.summed,
       sharesLink: perNode > 1,
@@ -182,12 +182,13 @@ const Engine = (() => {
       latency: count * Math.max(latency, whole.floor - passing),
       passing: count * passing,
       summation: count * (line.added * network.gamma + line.copied * network.copy),
+      compression: count * line.compressed * (network.compress[line.compressor] ?? 0),
     };
   };
 
   const lineSeconds = (line, network) => {
     const terms = lineTerms(line, network);
-    return terms.latency + terms.passing + terms.summation;
+    return terms.latency + terms.passing + terms.summation + terms.compression;
   };
 
   /** Return the share of a message's time by which it delays a concurrent backward. */
@@ -255,6 +256,13 @@ const Engine = (() => {
     return { root_call_us: values.call_us, inside_us: values.message_us, ...values };
   };
 
+  /** Return the seconds of compressing a byte, by compressor. */
+  const compressSeconds = (values) => ({
+    search: 1e-9 / values.search_gbytes,
+    project: 1e-9 / values.project_gbytes,
+    cast: 1e-9 / values.cast_gbytes,
+  });
+
   const latencySeconds = (data, state, rateBits) => {
     if (state.latency_us !== null) return 1e-6 * state.latency_us;
     const overRdma = state.costs === "typical" && state.transport.startsWith("rdma");
@@ -278,6 +286,7 @@ const Engine = (() => {
         copy: 0,
         overlap: values.overlap_cost,
         treeShare: values.tree_share,
+        compress: compressSeconds(values),
         inside: { rate: rate(1e-6 * values.inside_us, 8e-9 / insideGbit), kinds: {} },
         software: null,
       };
@@ -302,7 +311,7 @@ const Engine = (() => {
   const linkBeta = (data, rateBits) => (8 * data.constants.headers) / rateBits;
 
   /** Return the calibrated network itself, or one draw of it: slow, or fast, for all kinds. */
-  const calibratedNetwork = (data, draw) => {
+  const calibratedNetwork = (data, known, draw) => {
     const { network, spreads } = data.calibration;
     const kinds = {};
     for (const [kind, known] of Object.entries(network.kinds)) {
@@ -320,6 +329,7 @@ const Engine = (() => {
       gamma: network.gamma_seconds_per_byte,
       copy: network.copy_seconds_per_byte,
       overlap: network.overlap_cost,
+      compress: { ...compressSeconds(clusterValues(data, known, draw)), ...network.compress_seconds },
       inside: null,
       software: null,
     };
@@ -340,7 +350,7 @@ const Engine = (() => {
 
   /** Return the costs of links that the calibrated software uses. */
   const calibratedCosts = (data, state, known, draw) => {
-    const measured = calibratedNetwork(data, draw);
+    const measured = calibratedNetwork(data, known, draw);
     const rateBits = 1e9 * state.rate_gbit;
     const latency = latencySeconds(data, state, rateBits);
     const inside = calibratedInside(data, state, measured, latency);
@@ -506,7 +516,9 @@ const Engine = (() => {
 
   const newSetting = (data, state) => {
     const costsAt = state.costs === "calibrated" ? calibratedCosts : typicalCosts;
-    const known = priorsOf(data, state);
+    // Calibrations do not measure compression: it costs what it does on CPUs with Gloo.
+    const onCpus = { backend: "gloo", transport: "tcp-vm" };
+    const known = priorsOf(data, state.costs === "calibrated" ? onCpus : state);
     const drawn = () => data.draws.values.map((_, draw) => costsAt(data, state, known, draw));
     const made = new Map();
     const ownNodes = state.step_ms !== null;
@@ -643,14 +655,16 @@ const Engine = (() => {
     first.count === second.count &&
     first.summed === second.summed &&
     first.copied === second.copied &&
+    first.compressor === second.compressor &&
+    first.compressed === second.compressed &&
     first.among === second.among &&
     !first.partner &&
     !second.partner;
 
-  /** Whether a line's seconds are linear in what it loads: no shared link, no floor and no tree. */
+  /** Whether lines of a kind add up to one: no compression, shared link, floor or tree. */
   const isLinear = (network, line) => {
     const mayBeTree = line.kind === "all_reduce" && network.treeShare > 0;
-    return !line.sharesLink && !rateOf(network, line.kind).floor && !mayBeTree;
+    return !line.compressed && !line.sharesLink && !rateOf(network, line.kind).floor && !mayBeTree;
   };
 
   /**
@@ -681,7 +695,7 @@ const Engine = (() => {
   };
 
   const noLoad = (line) => ({
-    ...line, count: 1, starts: 0, added: 0, copied: 0,
+    ...line, count: 1, starts: 0, added: 0, copied: 0, compressed: 0,
     stages: [{ between: 0, linkBytes: 0, onRank: 0 }],
   });
 

@@ -13,7 +13,7 @@
  *   What one message carries; see common/sync/plans/pieces.py.
  * @typedef {{gradients: Gradient[], ranks: number, options: Object}} Step
  * @typedef {{kind: string, nbytes: number, count: number, summed: number, copied: number,
- *   ready: ?number, needed: ?number, among: string, partner: ?function(number): ?number}} Operation
+ *   compressor: string, compressed: number, ready: ?number, needed: ?number, among: string, partner: ?function(number): ?number}} Operation
  *   See Operation in common/sync/message_cost.py.
  */
 const Plans = (() => {
@@ -213,7 +213,7 @@ const Plans = (() => {
 
   /** Return a round in which every rank adds what it receives. */
   function addingRound(nbytes, partner, count = 1) {
-    const sizes = { nbytes, count, summed: nbytes, copied: 0 };
+    const sizes = { nbytes, count, summed: nbytes, copied: 0, compressor: "", compressed: 0 };
     return { kind: "exchange", ...sizes, ready: null, needed: null, among: "all", partner };
   }
 
@@ -326,6 +326,8 @@ const Plans = (() => {
       nbytes: amount(line.nbytes, piece, step),
       summed: amount(line.summed, piece, step),
       copied: amount(line.copied, piece, step),
+      compressor: line.compressor,
+      compressed: amount(line.compressed, piece, step),
       ready: line.when === "in backward" ? readyFor(line, pieces, index) : null,
       needed: line.when === "in forward" ? piece.needed : null,
     };

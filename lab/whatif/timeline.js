@@ -115,13 +115,14 @@ const Timeline = (() => {
   const terms = (data, state, name) => {
     const setting = Engine.parts.settingOf(data, state);
     const { backward, later, gathers } = Engine.parts.scheduleOf(setting, name, state.nodes);
-    const sums = { latency: 0, bandwidth: 0, "root's link": 0, summation: 0 };
+    const sums = { latency: 0, bandwidth: 0, "root's link": 0, summation: 0, compression: 0 };
     const beside = [...backward, ...gathers].map(({ line }) => line);
     for (const line of [...beside, ...later]) {
       const seconds = Engine.lineTerms(line, setting.costs.network);
       sums.latency += seconds.latency;
       sums[line.byRoot ? "root's link" : "bandwidth"] += seconds.passing;
       sums.summation += seconds.summation;
+      sums.compression += seconds.compression;
     }
     return sums;
   };

@@ -84,7 +84,7 @@ CHECKS = {
     "predict --nodes 256 ": slow(prints=r"none +4,096 +595 "),
     "predict --nodes 1000 ": slow(prints=r"ddp .* 166 +3,756 "),
     "predict --nodes 10000 ": slow(prints=r"54\.2 %(.|\n)*98\.7 %"),
-    "predict --nodes 8 .*--calibration": quick(prints=r"ddp +8 +652 ms(.|\n)*powersgd +8 +237 ms"),
+    "predict --nodes 8 .*--calibration": quick(prints=r"ddp +8 +652 ms(.|\n)*powersgd +8 +281 ms"),
     "predict .*--fit": slow(prints=r"gather_scatter +4 +1\.4"),
     "lab predict": quick(prints="No network can bring"),
     "lab whatif --open": Elsewhere("opens a browser; test_page.py in tests/lab/whatif does it"),

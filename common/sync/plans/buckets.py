@@ -60,7 +60,7 @@ class DDPPlan(OverlappedPlan):
 class DDPFp16Plan(DDPPlan):
     """As ``DDPPlan``, in entries of 2 bytes; gradients that have these leave as they are.
 
-    Rounding to fp16 and back passes over the bucket twice more.
+    The bucket is rounded to fp16 and back.
     """
 
     messages = (
@@ -72,7 +72,9 @@ class DDPFp16Plan(DDPPlan):
             PlanLine(
                 "all_reduce",
                 2 * ENTRIES,
-                copied=3 * SIZE,
+                copied=SIZE,
+                compressor="cast",
+                compressed=SIZE,
                 when="in backward",
                 only_if="other entries",
             ),

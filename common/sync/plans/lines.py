@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Literal
 
 from common.errors import UserError
-from common.sync.message_cost import COLLECTIVES, Among, GradientSize, Operation, Sends
+from common.sync.message_cost import COLLECTIVES, Among, Compressor, GradientSize, Operation, Sends
 from common.sync.plans.patterns import PATTERNS, rounds_of
 from common.sync.plans.pieces import CONDITIONS, Each, Piece, SentStep
 from common.utils import registry
@@ -92,6 +92,8 @@ class PlanLine:
     count: Amount = ONCE
     summed: Amount = NOTHING
     copied: Amount = NOTHING
+    compressor: Compressor = ""
+    compressed: Amount = NOTHING
     when: When = "after backward"
     among: Among = "all"
     only_if: str | None = None
@@ -117,16 +119,21 @@ class PlanLine:
             self.count.of_each(each, step),
             self.summed.of_each(each, step),
             self.copied.of_each(each, step),
+            self.compressed.of_each(each, step),
             strict=True,
         )
-        for index, (piece, nbytes, count, summed, copied) in enumerate(rows):
+        for index, (piece, nbytes, count, summed, copied, compressed) in enumerate(rows):
             if count == 0 or not self.applies(piece, step):
                 found.append(None)
                 continue
             ready = self._ready(pieces, index) if self.when == "in backward" else None
             needed = piece.needed_bytes if self.when == "in forward" else None
             found.append(
-                Operation(self.kind, nbytes, count, summed, copied, ready, needed, self.among)
+                Operation(
+                    *(self.kind, nbytes, count, summed, copied, ready, needed, self.among),
+                    compressor=self.compressor,
+                    compressed_bytes=compressed,
+                )
             )
         return found
 

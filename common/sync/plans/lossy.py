@@ -29,7 +29,7 @@ INDEX_BYTES = 4  # an int32 finds any entry of a flat buffer up to 8 GB
 class TopKPlan(MessagePlan):
     """For each flat buffer an all_gather of the largest entries, and one of their indices.
 
-    Each rank adds its residual, then the parts of all ranks.
+    Each rank adds its residual and searches, then adds the parts of all ranks.
 
     Parameters
     ----------
@@ -37,11 +37,10 @@ class TopKPlan(MessagePlan):
     """
 
     topk_ratio: Fraction = option(0.01, "share of the gradient's entries that a rank sends")
-    caveat = "the time to find the largest entries is not counted"
 
     messages = for_each(
         "buffer",
-        PlanLine("all_gather", ITEMSIZE * KEPT_ENTRIES, summed=SIZE, copied=SIZE),
+        PlanLine("all_gather", ITEMSIZE * KEPT_ENTRIES, compressor="search", compressed=SIZE),
         PlanLine("all_gather", INDEX_BYTES * KEPT_ENTRIES, summed=RANKS * ITEMSIZE * KEPT_ENTRIES),
     )
 
@@ -58,8 +57,8 @@ class TopKPlan(MessagePlan):
 class DDPPowerSGDPlan(MessagePlan):
     """Three all_reduces for each itemsize: uncompressed gradients, all P, all Q.
 
-    This is what every step from the third on sends. The error is added to the gradients and
-    subtracted again; both are copied once.
+    This is what every step from the third on sends. The first line has what products and errors
+    compute.
 
     Parameters
     ----------
@@ -71,12 +70,11 @@ class DDPPowerSGDPlan(MessagePlan):
         2, "rank of the matrices that approximate a gradient"
     )
     find_unused_parameters: bool = False
-    caveat = "the time of its matrix products is not counted"
 
     messages = (
         for_each(
             "buffer",
-            PlanLine("all_reduce", UNCOMPRESSED, summed=2 * SIZE, copied=2 * SIZE),
+            PlanLine("all_reduce", UNCOMPRESSED, compressor="project", compressed=SIZE),
             PlanLine("all_reduce", P),
             PlanLine("all_reduce", Q),
         )

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from common.sync.message_cost import KINDS, Operation, sends_of
@@ -222,10 +223,12 @@ def test_a_short_ring_crosses_the_link_with_every_kth_message():
 
 def test_counts_sums_and_copies_add_up():
     network = Network(1.0, 0.25, 0.5, 0.125)
-    one = operation_terms(
-        Operation("exchange", 8, count=3, summed_bytes=4, copied_bytes=16), 5, network
-    )
-    assert [*one.values()] == [3.0, 6.0, 0.0, 12.0]
+    network = replace(network, compress_seconds={"cast": 0.0625})
+    sent = Operation("exchange", 8, count=3, summed_bytes=4, copied_bytes=16)
+    one = operation_terms(sent, 5, network)
+    assert [*one.values()] == [3.0, 6.0, 0.0, 12.0, 0.0]
+    cast = msgspec.structs.replace(sent, compressor="cast", compressed_bytes=32)
+    assert operation_terms(cast, 5, network) == one | {"compression": 6.0}
     gathered = operation_terms(Operation("gather", 8), 5, network)
     assert gathered["root's link"] == 8.0 + 3 * PACKET_BYTES * 0.25
     assert loads("all_reduce", 10, 1) == (0, 0.0, 0.0)
@@ -505,12 +508,27 @@ def test_a_periodic_strategy_is_predicted_by_its_mean_step():
         ("ring", Network(1e-9, 1e-6), "bandwidth"),
         ("gather_scatter", Network(1e-9, 1e-6), "root's link"),
         ("tree", Network(1e-9, 1e-12, 1e-6), "summation"),
+        ("topk", Network(1e-9, 1e-12, compress_seconds={"search": 1e-6}), "compression"),
     ],
 )
 def test_what_most_of_the_messages_time_is_spent_on(name, network, bound):
     plan = message_plans([name])[name]
     terms = message_terms(plan, VGG11, 8, network=network)
     assert max(terms, key=terms.__getitem__) == bound
+
+
+@pytest.mark.parametrize(
+    ("name", "compressor"), [("topk", "search"), ("ddp_powersgd", "project"), ("ddp_fp16", "cast")]
+)
+def test_what_compression_computes_takes_its_bytes_once(name, compressor):
+    """Whatever the number of ranks, buckets and operations."""
+    plan = message_plans([name])[name]
+    of_a_byte = {"search": 7e-9, "project": 5e-9, "cast": 3e-9}
+    for ranks in (2, 8):
+        network = Network(1e-4, 1e-9, compress_seconds=of_a_byte)
+        for links in (network, network.over(rate_bits=1e9, latency_seconds=1e-4)):
+            terms = message_terms(plan, VGG11, ranks, network=links)
+            assert terms["compression"] == pytest.approx(of_a_byte[compressor] * sum(VGG11))
 
 
 def test_other_links_keep_the_software():

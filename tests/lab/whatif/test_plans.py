@@ -61,6 +61,8 @@ def as_found(operation: Operation, ranks: int) -> dict[str, Any]:
         "count": operation.count,
         "summed": operation.summed_bytes,
         "copied": operation.copied_bytes,
+        "compressor": operation.compressor,
+        "compressed": operation.compressed_bytes,
         "ready": operation.ready_bytes,
         "needed": operation.needed_bytes,
         "among": operation.among,

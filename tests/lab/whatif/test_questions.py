@@ -176,7 +176,13 @@ def test_explanations_say_what_the_engine_says(found):
     )
     assert found["overlap"]["answer"]["value"] == pytest.approx(flat / ddp)
     assert f"{each / ddp:.2f} times" in found["overlap"]["why"]
-    assert "not counted" in found["fewer-bytes"]["why"]
+    ddp, few = (step("fewer-bytes", name) for name in ("ddp", "ddp_powersgd"))
+    assert found["fewer-bytes"]["answer"]["value"] == pytest.approx(
+        ddp.step_seconds / few.step_seconds
+    )
+    # 37 MB at 0.6 GB/s, more than the messages take
+    assert few.sync_seconds > 0.06
+    assert "takes from the gain" in found["fewer-bytes"]["why"]
     for name in ("root-link", "overlap", "fewer-bytes", "faster-processors", "undecided"):
         assert re.search(r"\d ms", found[name]["text"]), "one step alone is given"
 

@@ -44,6 +44,8 @@ LIMITS = {
     "latency of messages": "other",
     "inside a node": "other",
     "Adding gradients": "other",
+    "Compressing gradients": "other",
+    "Compressing gradients limits": "other",
     "takes all": "nothing",
 }
 
