@@ -91,8 +91,8 @@ def read_roster(path: Path, rubric: Rubric) -> list[Student]:
     columns = {field: _column(headers, names) for field, names in _HEADERS.items()}
     if not any(columns[field] for field in ("name", "login", "email")):
         raise UserError(
-            f"{path}: no column names a student, here are: {listed(headers) or 'none'}; give login, "
-            "e-mail or name"
+            f"{path}: no column names a student, here are: {listed(headers) or 'none'}; give "
+            "login, e-mail or name"
         )
     students = [_student(row, columns, path) for row in rows]
     students = [one for one in students if one.called not in ("", _POINTS_ROW)]

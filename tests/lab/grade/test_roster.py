@@ -98,7 +98,7 @@ def test_late_days_cost_their_share_and_a_group_shares_its_submission(grade, tmp
     ("roster", "words"),
     [
         ("", "no column names a student, here are: none"),
-        ("seat\n1,2\n", "here are: seat; give login"),
+        ("seat\n1,2\n", "here are: seat; give login, e-mail or name"),
         ("name\nAda Bell\nBell Ada\n", "ada_bell fits Ada Bell and Bell Ada: rename it"),
         ("login,name\nx,Ada Bell\nxs,\nada,Cy\n", "ada_bell and x both fit Ada Bell"),
         ("login,submitted\nx,noon\n", "submitted is a time such as"),
