@@ -175,7 +175,7 @@ class ForwardPass:
             return
         if labels.is_floating_point() or self._divides_by_other_than_samples(labels):
             return
-        if (labels == _IGNORED_BY_DEFAULT).any():
+        if labels.numel() and int(labels.min()) == _IGNORED_BY_DEFAULT:  # else 0 or more
             kind = type(self._criterion).__name__
             raise UserError(
                 f"a label is {_IGNORED_BY_DEFAULT}, which {kind} leaves out of its mean, while one "

@@ -40,6 +40,17 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
                 "help": "a CSV file (submission,part,path,command) for scripts with other names "
                 "or commands; path or command may be empty",
             },
+            "--roster": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "a CSV file of the students (login, e-mail, name, section, group), e.g. "
+                "the gradebook that Canvas exports; gradebook.csv then has a line for each",
+            },
+            "--metadata": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "Gradescope's submission_metadata.json: when this was handed in",
+            },
             "--again": {
                 "action": "store_true",
                 "help": "run once more what could not be run, as after installing what it lacked",

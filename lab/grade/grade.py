@@ -33,7 +33,9 @@ from lab.grade import gradescope, judge, ordinary_user, pages
 from lab.grade.convert import make_scripts
 from lab.grade.driven import PLACEHOLDER, RUNNER, driver_words
 from lab.grade.facts import CANNOT_TELL, Facts, Look
+from lab.grade.late import Lateness, lateness_on_gradescope
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
+from lab.grade.roster import Class, read_roster, write_gradebook
 from lab.grade.rubric import (
     Rubric,
     check_command,
@@ -88,6 +90,7 @@ def main_grade(args: argparse.Namespace) -> int:
         rubric = _own_check(args, rubric)
     _check(args, rubric)
     submissions = named(args.submissions)
+    attendance = _attendance(args.roster, submissions, rubric)
     out = args.out.absolute()
     book = Gradebook(
         rubric=rubric,
@@ -96,6 +99,7 @@ def main_grade(args: argparse.Namespace) -> int:
         unsafe=_UNSAFE if args.no_sandbox else "",
         decided=read_overrides(out / "overrides.csv", submissions, rubric),
         seen={(name, part): _NOT_YET for name in submissions for part in rubric.parts},
+        late=lateness_on_gradescope(args.metadata, rubric),
     )
     scripts = _read_map(args.map, submissions, rubric)
     with record_folder(None) as folder:
@@ -112,6 +116,7 @@ def main_grade(args: argparse.Namespace) -> int:
                 f"{count(len(submissions), 'submission')}, {count(by_hand, 'part')} to look at by "
                 f"hand; see {out / 'class.html'} and {out / 'class.csv'}"
             )
+            _write_gradebook(book, attendance)
     if args.self:
         _say_reasons(book)
     return 0
@@ -123,6 +128,21 @@ def _own_check(args: argparse.Namespace, rubric: Rubric) -> Rubric:
     args.submissions = args.submissions or [Path.cwd()]
     shown = {name: part for name, part in rubric.parts.items() if not part.hidden}
     return msgspec.structs.replace(rubric, parts=shown)
+
+
+def _attendance(
+    roster: Path | None, submissions: Mapping[str, object], rubric: Rubric
+) -> Class | None:
+    """Return who handed in what; None without a roster."""
+    if roster is None:
+        return None
+    return Class.of(read_roster(roster, rubric), submissions)
+
+
+def _write_gradebook(book: "Gradebook", attendance: Class | None) -> None:
+    """Write the files for a gradebook, if there is a roster, and say what they hold."""
+    if attendance is not None:
+        say(write_gradebook(book.out, book.rubric, attendance, book.graded()))
 
 
 def _say_reasons(book: "Gradebook") -> None:
@@ -192,6 +212,7 @@ class Gradebook:
     unsafe : how the scripts run without a sandbox, as sentences; "" in one.
     decided : what a person has decided.
     seen : what was seen of each part, or why nothing was; all parts are in it, in the pages' order.
+    late : what the time costs that Gradescope gives.
     """
 
     rubric: Rubric
@@ -200,6 +221,7 @@ class Gradebook:
     unsafe: str
     decided: Mapping[Place, Override]
     seen: dict[Place, Facts | Look]
+    late: Lateness | None = None
 
     def take_in(
         self, name: str, sources: list[Path], copy: Path, scripts: Mapping[Place, ScriptRow]
@@ -244,20 +266,27 @@ class Gradebook:
         _, part_name = place
         return mark_part(part_name, self.seen[place], self.rubric)
 
-    def write(self, *, only: str | None = None) -> int:
-        """Write the class's pages from what is known now, and those of all submissions, or of one.
-
-        Returns how many marks are open.
-        """
+    def graded(self) -> dict[str, list[Mark]]:
+        """Return the marks of each submission, with what a person has decided."""
         graded: dict[str, list[Mark]] = {}
         for place in self.seen:
             name, _ = place
             mark = override(self.mark(place), self.decided.get(place))
             graded.setdefault(name, []).append(mark)
+        return graded
+
+    def write(self, *, only: str | None = None) -> int:
+        """Write the class's pages from what is known now, and those of all submissions, or of one.
+
+        Returns how many marks are open.
+        """
+        graded = self.graded()
         pages.write_class(self.out, self.rubric, graded, unsafe=self.unsafe)
         for name, marks in graded.items():
             if only in (None, name):
-                pages.write_submission(self.out, self.rubric, name, marks, unsafe=self.unsafe)
+                pages.write_submission(
+                    self.out, self.rubric, name, marks, unsafe=self.unsafe, late=self.late
+                )
         return pages.count_open(mark for marks in graded.values() for mark in marks)
 
 

@@ -45,8 +45,12 @@ lab=${LAB:-$autograder/environment/bin/lab}
 rm -rf "$autograder/grades"
 chmod go-w "$autograder" "$autograder/results" "$autograder/source"
 cd "$autograder/source"
+late=()
+if [ -f "$autograder/submission_metadata.json" ]; then
+    late=(--metadata "$autograder/submission_metadata.json")
+fi
 "$lab" grade "$autograder/submission" --rubric assignment/rubric.toml \\
-    --no-sandbox --out "$autograder/grades"
+    --no-sandbox --out "$autograder/grades" "${late[@]}"
 cp "$autograder/grades/submissions/submission/results.json" "$autograder/results/"
 """
 

@@ -21,6 +21,7 @@ from common.utils.typed_json import calm, encode, read_json
 from lab.audit.report import AuditContent, MarkNote, write_content
 from lab.grade.facts import Facts, what_ended
 from lab.grade.findings import entries, lesson_of
+from lab.grade.late import Lateness
 from lab.grade.marks import Mark, OverrideRow
 from lab.grade.rubric import Rubric
 from lab.html_page import page_template
@@ -43,7 +44,7 @@ def count_open(marks: Iterable[Mark]) -> int:
     return sum(mark.marks is None for mark in marks)
 
 
-def _total(marks: Sequence[Mark]) -> float:
+def total(marks: Sequence[Mark]) -> float:
     """Return the marks that are not open, added up."""
     return sum((mark.marks for mark in marks if mark.marks is not None), start=0.0)
 
@@ -59,7 +60,13 @@ def write_class(out: Path, rubric: Rubric, graded: Graded, *, unsafe: str) -> No
 
 
 def write_submission(
-    out: Path, rubric: Rubric, name: str, marks: Sequence[Mark], *, unsafe: str
+    out: Path,
+    rubric: Rubric,
+    name: str,
+    marks: Sequence[Mark],
+    *,
+    unsafe: str,
+    late: Lateness | None = None,
 ) -> None:
     """Write the page of a student, the audit's pages of his parts, and results.json."""
     folder = out / "submissions" / name
@@ -67,7 +74,7 @@ def write_submission(
     for mark in marks:
         if mark.page:
             _write_audit_page(folder / mark.page, mark)
-    results = encode(results_json(marks), indent=1)
+    results = encode(results_json(marks, late), indent=1)
     write_atomically(folder / "results.json", results + b"\n")
 
 
@@ -107,11 +114,11 @@ def _table(rubric: Rubric, graded: Graded) -> str:
         ]
     )
     for name, marks in graded.items():
-        rows.writerow([_harmless(cell) for cell in _cells(name, marks)])
+        rows.writerow([harmless(cell) for cell in _cells(name, marks)])
     return text.getvalue()
 
 
-def _harmless(cell: str) -> str:
+def harmless(cell: str) -> str:
     """Return a cell; one that a spreadsheet would take for a formula begins with a quote."""
     if cell.startswith(_FORMULA_SIGNS):
         return f"'{cell}"
@@ -131,13 +138,13 @@ def _cells(name: str, marks: Sequence[Mark]) -> list[str]:
             commands.append(f"{mark.part}: {mark.command} ({', '.join(mark.changes)})")
         if mark.given:
             overridden.append(f"{mark.part}: {mark.given}")
-    total = "" if count_open(marks) else f"{_total(marks):g}"
+    whole = "" if count_open(marks) else f"{total(marks):g}"
     seconds = sum(mark.seconds for mark in marks)
     return [
         name,
         *(_shown(mark, unknown="") for mark in marks),
-        total,
-        f"{_total(marks):g}",
+        whole,
+        f"{total(marks):g}",
         " ".join(faults),
         f"{seconds:.0f}",
         calm("; ".join(looks)),
@@ -162,7 +169,7 @@ def _view(name: str, marks: Sequence[Mark]) -> dict[str, Any]:
     points = sum(mark.points for mark in marks)
     return {
         "name": name,
-        "total": f"{_total(marks):g}",
+        "total": f"{total(marks):g}",
         "points": f"{points:g}",
         "open": count_open(marks),
         "of_parts": count(len(marks), "part"),
@@ -209,7 +216,7 @@ def _colour(mark: Mark) -> str:
 def _class_view(rubric: Rubric, graded: Graded) -> dict[str, Any]:
     """Return what the page of a class shows."""
     points = sum(part.points for part in rubric.parts.values())
-    finished = [_total(marks) for marks in graded.values() if not count_open(marks)]
+    finished = [total(marks) for marks in graded.values() if not count_open(marks)]
     open_marks = sum(count_open(marks) for marks in graded.values())
     return {
         "rows": [_view(name, marks) for name, marks in graded.items()],
@@ -280,12 +287,16 @@ class GradescopeResults(msgspec.Struct):
     tests: list[GradescopeTest]
 
 
-def results_json(marks: Sequence[Mark]) -> GradescopeResults:
+def results_json(marks: Sequence[Mark], late: Lateness | None = None) -> GradescopeResults:
     """Return what Gradescope takes for a submission; it is hidden as long as a mark is open."""
-    results = GradescopeResults(_total(marks), "", "visible", [_test(mark) for mark in marks])
+    score = total(marks)
+    results = GradescopeResults(score, "", "visible", [_test(mark) for mark in marks])
+    if late is not None:
+        results.score = score * (1 - late.share)
+        results.output = f"{late} of {score:g}. "
     number = count_open(marks)
     if number:
-        results.output = f"{count(number, 'part')} to be looked at by hand."
+        results.output += f"{count(number, 'part')} to be looked at by hand."
         results.visibility = "hidden"
     return results
 

@@ -10,6 +10,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Set
+from datetime import datetime
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -93,6 +94,17 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
         return PLACEHOLDER in self.command
 
 
+class Late(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What it costs to hand in late: a share of the marks for each day that has begun.
+
+    free_days : that cost nothing; the roster may give other ones for a student.
+    """
+
+    per_day: Share = 0.1
+    free_days: Annotated[float, Meta(ge=0, le=1000)] = 0
+    grace_minutes: Annotated[float, Meta(ge=0, le=1e6)] = 0
+
+
 class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """An assignment.
 
@@ -117,6 +129,8 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         demanded one starts its script.
     missing : the share of its points that a part gets of which nothing was handed in; None leaves
         it to a person.
+    due, late : when submissions are due, and what it costs to be late, see roster.py.
+    column : the assignment's name in the gradebook; None is the title.
     """
 
     title: Text
@@ -134,6 +148,9 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     environment: dict[str, Text | int] = {}
     other_command: Share = 0.0
     missing: Share | None = None
+    due: datetime | None = None
+    late: Late | None = None
+    column: Text | None = None
 
     def deduction(self, part: Part, fault: str) -> float:
         """Return the points that a fault costs."""

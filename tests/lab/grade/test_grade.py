@@ -347,6 +347,8 @@ def test_a_student_marks_his_own_folder_without_the_hidden_parts(
     said = capsys.readouterr().out
     assert "Part 2: by hand: 3 of 6\n  -3: T (literal-divisor). C." in said
     assert ("Part 3" in said, ran) == (False, ["half"])
+    assert main(["grade", "--self", "--rubric", "../rubric.toml"]) == 0
+    assert ran == ["half"], "grades/ of the first call is no part of the submission"
 
 
 def test_tables_are_written_after_each_part_and_each_reader_has_his_own_sentence(
