@@ -11,7 +11,7 @@ Communication Operations in MPICH, 2005).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
 
@@ -132,7 +132,7 @@ class Network:
         """What messages between two ranks of a node cost, if several share a link."""
         return self
 
-    @property
+    @cached_property
     def has_trees(self) -> bool:
         """Whether all_reduce may send along a tree."""
         return bool(np.any(self.tree_share))

@@ -63,7 +63,7 @@ class SentStep:
     sizes: Sequence[int]
     ranks: int
     options: Mapping[str, Any]
-    _pieces: dict[Each, list[Piece]] = field(default_factory=dict)
+    _pieces: dict[Each, Sequence[Piece]] = field(default_factory=dict)
     _numbers: dict[tuple[Each, str], list[int]] = field(default_factory=dict)
 
     @property
@@ -71,10 +71,15 @@ class SentStep:
         """The ranks of a full node, as the plan's option says; without one, 1."""
         return min(self.options.get("ranks_per_node") or 1, self.ranks)
 
-    def pieces(self, each: Each) -> list[Piece]:
+    def pieces(self, each: Each) -> Sequence[Piece]:
         """Return the pieces into which the gradients are cut, in order."""
         if each not in self._pieces:
-            self._pieces[each] = _cut(each, self)
+            self._pieces[each] = _cut(
+                each,
+                _Same(self.sizes),
+                self.options.get("bucket_mb"),
+                kept_as_built=self.options.get("find_unused_parameters", False),
+            )
         return self._pieces[each]
 
     def numbers(self, each: Each, name: str) -> list[int]:
@@ -85,8 +90,23 @@ class SentStep:
         return self._numbers[each, name]
 
 
-def _cut(each: Each, step: SentStep) -> list[Piece]:
-    sizes = [with_shape(size) for size in step.sizes]
+class _Same(NamedTuple):
+    """Sizes that equal only themselves: to compare each one takes as long as to cut them."""
+
+    sizes: Sequence[int]
+
+    def __hash__(self) -> int:
+        return id(self.sizes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.sizes is other.sizes
+
+
+@lru_cache(maxsize=64)  # predictions ask for many numbers of ranks, which change no piece
+def _cut(
+    each: Each, same: _Same, bucket_mb: float | None, *, kept_as_built: bool
+) -> Sequence[Piece]:
+    sizes = [with_shape(size) for size in same.sizes]
     whole = sum(sizes)
     if each == "gradient":
         return _in_forward_order([[size] for size in sizes])
@@ -98,8 +118,7 @@ def _cut(each: Each, step: SentStep) -> list[Piece]:
             Piece(sum(alike), itemsize, alike, whole, 0) for itemsize, alike in by_itemsize.items()
         ]
     if each == "bucket":
-        kept_as_built = step.options.get("find_unused_parameters", False)
-        buckets = bucket_sizes(sizes, step.options.get("bucket_mb"), kept_as_built=kept_as_built)
+        buckets = bucket_sizes(sizes, bucket_mb, kept_as_built=kept_as_built)
         return [
             Piece(int(size), size.itemsize, [size], ready, whole - ready) for size, ready in buckets
         ]

@@ -123,3 +123,12 @@ def test_pieces_are_what_their_names_say(each, nbytes, ready, needed):
     assert [piece.nbytes for piece in pieces] == nbytes
     assert [piece.ready_bytes for piece in pieces] == ready
     assert [piece.needed_bytes for piece in pieces] == needed
+
+
+def test_pieces_are_those_of_these_sizes_and_not_of_equal_numbers():
+    """A matrix and a vector of as many bytes are equal as numbers."""
+    matrix, vector = ([GradientSize(shape)] for shape in ((8, 8), (64,)))
+    assert matrix == vector
+    for sizes in (matrix, vector, matrix):
+        (piece,) = SentStep(sizes, 2, {}).pieces("gradient")
+        assert piece.gradients[0].shape == sizes[0].shape
