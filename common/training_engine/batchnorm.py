@@ -68,15 +68,16 @@ class ShardStatistics:
         # Each shard's statistics, if there are several
         self._kept = [read(model)] * shards if shards > 1 else []
 
-    @contextmanager
-    def of(self, shard: int, samples: int) -> Iterator[None]:
+    def of(self, shard: int, samples: int) -> AbstractContextManager[None]:
         """Put shard number ``shard`` into the model, for a forward pass of ``samples`` samples."""
         self._samples[shard] += samples
-        if self._kept:
-            _write(self._model, self._kept[shard])
+        return self._in_model(shard) if self._kept else nullcontext()
+
+    @contextmanager
+    def _in_model(self, shard: int) -> Iterator[None]:
+        _write(self._model, self._kept[shard])
         yield
-        if self._kept:
-            self._kept[shard] = read(self._model)
+        self._kept[shard] = read(self._model)
 
     def blend(self) -> None:
         """Put the mean over this rank's shards into the model, for the weights' moving average.

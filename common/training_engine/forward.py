@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.distributed.process_group import World
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.training_engine.batches import (
     WHAT_A_LOADER_YIELDS,
     MicroBatch,
@@ -187,6 +187,15 @@ class ForwardPass:
         """Return the result of one batch; raises UserError if it cannot be one."""
         try:
             return self._forward(model, batch)
+        except TypeError as error:
+            strings = _strings_in(batch)
+            if self._step is not None or not strings:
+                raise
+            raise UserError(
+                f"the batch has strings in {', '.join(strings)}, which the model or the criterion "
+                f"does not take ({first_line(error)}): leave them out in the dataset, or give "
+                "forward_step(model, batch) -> loss, outputs"
+            ) from error
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -284,6 +293,16 @@ def _call(model: Callable[..., Any], inputs: Any) -> Any:
     if isinstance(inputs, list | tuple):
         return model(*inputs)
     return model(inputs)
+
+
+def _strings_in(batch: MicroBatch) -> list[str]:
+    """Return the names of a dict's entries that are strings, or lists that begin with one."""
+    found = []
+    if isinstance(batch, Mapping):
+        for name, value in batch.items():
+            if isinstance(value, str | list | tuple) and isinstance(next(iter(value), None), str):
+                found.append(repr(name))
+    return found
 
 
 def _own_loss(outputs: Any) -> Tensor:

@@ -21,7 +21,7 @@ from common.models import build_model
 from common.run_setup import Setup
 from common.sync import BUILT_IN
 from common.training import get_model_parameters, prepare_model_for_training, train_model
-from common.training_engine.amp import choose_amp
+from common.training_engine.amp import autocast, choose_amp
 from tests.helpers import run_ranks
 from tests.helpers.engines import prepared as prepared_engine
 
@@ -292,3 +292,13 @@ def test_a_loaded_momentum_has_values_and_the_strides_of_its_weights(saved):
     loaded = optimizer.state[weights]["momentum_buffer"]
     assert torch.equal(loaded, torch.zeros(4, 3, 3, 3) if saved is None else saved)
     assert loaded.stride() == weights.stride()
+
+
+def test_without_amp_a_surrounding_autocast_ends_before_the_forward_pass():
+    ones = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (ones @ ones).dtype == torch.bfloat16
+        with autocast("cpu", None):
+            assert (ones @ ones).dtype == torch.float32
+    with autocast("cpu", torch.bfloat16):
+        assert (ones @ ones).dtype == torch.bfloat16

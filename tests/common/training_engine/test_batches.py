@@ -235,6 +235,16 @@ def test_dicts_tuples_and_dataclasses_train_as_a_plain_loop_does(tmp_path):
             r"labels of shape \(2, 3\) and a model's own loss.*forward_step",
         ),
         ((torch.ones(1, 4), torch.ones(1, 4)), nn.MSELoss(), "batch of one sample.*drop_last"),
+        (
+            {"input": torch.ones(2, 4), "text": ["a", "b"], "labels": torch.ones(2, 4)},
+            nn.MSELoss(),
+            "strings in 'text'.*unexpected keyword argument 'text'.*forward_step",
+        ),
+        (
+            {"input": torch.ones(2, 4), "labels": ["a", "b"]},
+            nn.CrossEntropyLoss(),
+            "strings in 'labels'.*must be Tensor.*forward_step",
+        ),
     ],
 )
 def test_a_batch_that_cannot_be_says_what_to_do(tmp_path, batch, criterion, words):
