@@ -13,12 +13,13 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from common.checkpoint import load_checkpoint
 from common.distributed.process_group import current_world
 from common.errors import GroupError, UserError
 from common.training_engine import TrainingEngine, distributed_train_worker, validate
+from common.training_engine.batches import own_sizes, to_device
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.utils.hashing import digest
 from lab.proofs.equivalence import parameter_errors
@@ -348,6 +349,28 @@ def test_a_loss_over_tokens_without_a_count_warns(tmp_path):
         trained(tmp_path, Tagger(), [sentences(4, 6, 0)], None, criterion)
 
 
+class Alternating(BatchSampler):
+    """Batches of one sample and of three, in turns."""
+
+    def __iter__(self):
+        return iter([[0], [1, 2, 3], [4]])
+
+
+def test_the_sizes_of_batches_are_known_only_where_the_sampler_tells():
+    data = TensorDataset(torch.arange(10))
+    assert own_sizes(DataLoader(data, batch_size=4)) == [4, 4, 2]
+    assert own_sizes(DataLoader(data, batch_size=4, drop_last=True)) == [4, 4]
+    own = Alternating(data, 4, drop_last=False)
+    assert own_sizes(DataLoader(data, batch_sampler=own)) is None
+    assert own_sizes(DataLoader(Stream(10), batch_size=4)) is None
+
+
+def test_images_get_the_strides_that_convolutions_want():
+    images, labels = to_device((torch.rand(2, 3, 4, 4), torch.zeros(2)), "cpu")
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert labels.shape == (2,)
+
+
 # --- losses that count ---
 
 
@@ -519,6 +542,9 @@ def on_two_ranks(rank, folder):
     found["scores"] = scores._asdict()
     with pytest.raises(UserError, match="'own' is a Scripted of one rank"):  # before any step
         engine.train(stream, stream, None, None, num_epochs=1, metrics={"own": Scripted([])})
+    shorter = [(torch.randn(2, 4), torch.tensor([0, 2]))] * (2 + rank)
+    with pytest.raises(UserError, match="number of batches in train_loader"):
+        engine.train(shorter, None, sgd(model), nn.CrossEntropyLoss(), num_epochs=1)
 
     records = []
     engine = prepared(nn.Linear(4, 3), "all_reduce")

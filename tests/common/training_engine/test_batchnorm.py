@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from common.models import build_model
+from common.training_engine.batchnorm import without_samples
 from common.utils.hashing import digest
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import run_ranks
@@ -104,3 +105,12 @@ def test_running_statistics_are_the_mean_over_all_samples():
 def test_vgg11_with_batchnorm_equals_the_shards_in_turn():
     """The assignment's strategies on three ranks; slow, since VGG-11 runs in float64."""
     assert_equal_to_shards_in_turn(3, vgg11, ["gather_scatter", "all_reduce", "ddp"])
+
+
+def test_an_empty_batch_teaches_a_layer_nothing_and_the_next_one_does():
+    layer = nn.BatchNorm1d(2)
+    with without_samples(nn.Sequential(layer)):
+        layer(torch.ones(4, 2))
+    assert layer.running_mean.tolist() == [0, 0]
+    layer(torch.ones(4, 2))
+    assert layer.running_mean.tolist() == pytest.approx([0.1, 0.1])

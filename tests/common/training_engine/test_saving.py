@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,11 @@ import common.training_engine.checkpoint_manager as saving
 from common.checkpoint import checkpoints_by_age, load_checkpoint, newest_checkpoint
 from common.errors import GroupError, UserError
 from common.training_engine import AfterEachStep, Callback, TrainingEngine, Validator
-from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
+from common.training_engine.checkpoint_manager import (
+    CheckpointManager,
+    SavePolicy,
+    checkpoint_bytes,
+)
 from common.utils.hashing import digest
 from tests.helpers import run_ranks
 from tests.helpers.engines import prepared, sgd
@@ -238,3 +243,31 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         with pytest.raises(UserError, match=words):
             engine.train(*arguments, num_epochs=2, resume=resume)
     assert load_checkpoint(last)["epoch"] == 1
+
+
+@pytest.mark.parametrize("use_ema", [False, True])
+@pytest.mark.parametrize(
+    "optimizer",
+    [partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam],
+    ids=["SGD", "Adam"],
+)
+def test_the_room_that_a_checkpoint_needs_is_known_before_the_first_step(
+    use_ema, optimizer, tmp_path
+):
+    model = nn.Linear(500, 400)
+    engine = TrainingEngine(model, "cpu", use_ema=use_ema, output_dir=tmp_path)
+    engine.prepare(optimizer(model.parameters()), nn.CrossEntropyLoss())
+    foretold = checkpoint_bytes(engine)
+    result = engine.train_epoch([(torch.randn(2, 500), torch.tensor([0, 1]))] * 3, epoch=1)
+    assert (result.steps, result.steady_steps) == (3, 2), "the first step warms up"
+    engine.close()
+    engine.train(
+        [(torch.randn(2, 500), torch.tensor([0, 1]))],
+        None,
+        optimizer(model.parameters()),
+        nn.CrossEntropyLoss(),
+        num_epochs=1,
+        save_best=False,
+    )
+    [written] = tmp_path.rglob("last.pt")
+    assert foretold == pytest.approx(written.stat().st_size, rel=0.05)
