@@ -232,7 +232,7 @@ MOST_STATEMENTS = {
     "lab/evidence": 220,
     "lab/explain": 720,
     "lab/fleet": 80,
-    "lab/grade": 2670,
+    "lab/grade": 2730,
     "lab/learn": 1840,
     "lab/predict": 2330,
     "lab/proofs": 260,

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,8 +32,9 @@ from lab.audit.isolation import record_folder
 from lab.grade import gradescope, judge, ordinary_user, pages
 from lab.grade.convert import make_scripts
 from lab.grade.driven import PLACEHOLDER, RUNNER, driver_words
+from lab.grade.exported import read_export
 from lab.grade.facts import CANNOT_TELL, Facts, Look
-from lab.grade.late import Lateness, lateness_on_gradescope
+from lab.grade.late import Lateness, lateness, lateness_on_gradescope
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
 from lab.grade.roster import Class, read_roster, write_gradebook
 from lab.grade.rubric import (
@@ -131,12 +132,15 @@ def _own_check(args: argparse.Namespace, rubric: Rubric) -> Rubric:
 
 
 def _attendance(
-    roster: Path | None, submissions: Mapping[str, object], rubric: Rubric
+    roster: Path | None, submissions: Mapping[str, Sequence[Path]], rubric: Rubric
 ) -> Class | None:
     """Return who handed in what; None without a roster."""
     if roster is None:
         return None
-    return Class.of(read_roster(roster, rubric), submissions)
+    attendance = Class.of(read_roster(roster, rubric), submissions, read_export(submissions))
+    for student in attendance.students:
+        lateness(student.submitted, rubric.due, rubric)  # refuses what cannot be compared
+    return attendance
 
 
 def _write_gradebook(book: "Gradebook", attendance: Class | None) -> None:
