@@ -56,7 +56,7 @@ from lab.grade.submissions import (
     places_of,
     read_rows,
 )
-from lab.grade.unpack import unpack
+from lab.grade.unpack import NO_CODE, unpack
 from lab.terminal import say
 
 _CORES_A_JOB = 2
@@ -234,7 +234,7 @@ class Gradebook:
 
         Why a part cannot be run is then ``seen`` of it. scripts : by --map.
         """
-        problem = _unpacked(sources, copy)
+        problem = _unpacked(sources, copy, self.rubric)
         if problem is not None:
             say(f"{name}: {problem.for_grader}")
             for part_name in self.rubric.parts:
@@ -294,15 +294,20 @@ class Gradebook:
         return pages.count_open(mark for marks in graded.values() for mark in marks)
 
 
-def _unpacked(sources: list[Path], copy: Path) -> Look | None:
-    """Unpack a submission; return None, or why it cannot be."""
+def _unpacked(sources: list[Path], copy: Path, rubric: Rubric) -> Look | None:
+    """Unpack a submission; return None, or why it cannot be.
+
+    Data that the rubric mounts is linked in for each run, so that of a student's own folder stays.
+    """
     if len(sources) > 1:
         twice = f"{count(len(sources), 'submission')} have this name."
         return Look(twice, grader="Rename them.")
     try:
-        unpack(sources[0], copy, _environment())
+        unpack(sources[0], copy, _environment(), without=list(rubric.mounted().values()))
     except UserError as error:
         problem = " ".join(calm(str(error)).split())  # it quotes names of files
+        if problem == NO_CODE:
+            return Look(f"{problem}.", grader="Look into it.", missing=True)
         return Look(f"{problem}.", student="Hand it in anew.", grader="Ask for a new file.")
     return None
 
