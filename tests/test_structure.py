@@ -232,11 +232,11 @@ MOST_STATEMENTS = {
     "lab/evidence": 220,
     "lab/explain": 720,
     "lab/fleet": 80,
-    "lab/grade": 2670,
+    "lab/grade": 2740,
     "lab/learn": 1840,
     "lab/predict": 2330,
     "lab/proofs": 260,
-    "lab/report": 1950,
+    "lab/report": 1960,
     "lab/ssh": 680,
     "lab/whatif": 430,
 }

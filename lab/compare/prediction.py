@@ -44,6 +44,7 @@ from lab.predict.calibration_file import (
     describe,
     load_calibration,
 )
+from lab.predict.cluster import with_compression
 from lab.predict.compute_model import StepCompute, local_samples
 from lab.predict.event_model import Network, predict_step, with_waits
 from lab.predict.measured_links import (
@@ -182,6 +183,7 @@ def forecast(
             compute = with_waits(compute, batchnorm, gradients, cell.ranks, network=network)
         if kinds_of([cell.sync], options, gradients, cell.ranks, among=("node", "leaders")):
             network = (grouped or {}).get(_link(cell), network)
+        network = with_compression(network)
         plan = with_best_buckets(
             plans[cell.sync], gradients, cell.ranks, network=network, compute=compute
         )

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,8 +32,9 @@ from lab.audit.isolation import record_folder
 from lab.grade import gradescope, judge, ordinary_user, pages
 from lab.grade.convert import make_scripts
 from lab.grade.driven import PLACEHOLDER, RUNNER, driver_words
+from lab.grade.exported import read_export
 from lab.grade.facts import CANNOT_TELL, Facts, Look
-from lab.grade.late import Lateness, lateness_on_gradescope
+from lab.grade.late import Lateness, lateness, lateness_on_gradescope
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
 from lab.grade.roster import Class, read_roster, write_gradebook
 from lab.grade.rubric import (
@@ -55,7 +56,7 @@ from lab.grade.submissions import (
     places_of,
     read_rows,
 )
-from lab.grade.unpack import unpack
+from lab.grade.unpack import NO_CODE, unpack
 from lab.terminal import say
 
 _CORES_A_JOB = 2
@@ -131,12 +132,15 @@ def _own_check(args: argparse.Namespace, rubric: Rubric) -> Rubric:
 
 
 def _attendance(
-    roster: Path | None, submissions: Mapping[str, object], rubric: Rubric
+    roster: Path | None, submissions: Mapping[str, Sequence[Path]], rubric: Rubric
 ) -> Class | None:
     """Return who handed in what; None without a roster."""
     if roster is None:
         return None
-    return Class.of(read_roster(roster, rubric), submissions)
+    attendance = Class.of(read_roster(roster, rubric), submissions, read_export(submissions))
+    for student in attendance.students:
+        lateness(student.submitted, rubric.due, rubric)  # refuses what cannot be compared
+    return attendance
 
 
 def _write_gradebook(book: "Gradebook", attendance: Class | None) -> None:
@@ -230,7 +234,7 @@ class Gradebook:
 
         Why a part cannot be run is then ``seen`` of it. scripts : by --map.
         """
-        problem = _unpacked(sources, copy)
+        problem = _unpacked(sources, copy, self.rubric)
         if problem is not None:
             say(f"{name}: {problem.for_grader}")
             for part_name in self.rubric.parts:
@@ -290,15 +294,20 @@ class Gradebook:
         return pages.count_open(mark for marks in graded.values() for mark in marks)
 
 
-def _unpacked(sources: list[Path], copy: Path) -> Look | None:
-    """Unpack a submission; return None, or why it cannot be."""
+def _unpacked(sources: list[Path], copy: Path, rubric: Rubric) -> Look | None:
+    """Unpack a submission; return None, or why it cannot be.
+
+    Data that the rubric mounts is linked in for each run, so that of a student's own folder stays.
+    """
     if len(sources) > 1:
         twice = f"{count(len(sources), 'submission')} have this name."
         return Look(twice, grader="Rename them.")
     try:
-        unpack(sources[0], copy, _environment())
+        unpack(sources[0], copy, _environment(), without=list(rubric.mounted().values()))
     except UserError as error:
         problem = " ".join(calm(str(error)).split())  # it quotes names of files
+        if problem == NO_CODE:
+            return Look(f"{problem}.", grader="Look into it.", missing=True)
         return Look(f"{problem}.", student="Hand it in anew.", grader="Ask for a new file.")
     return None
 

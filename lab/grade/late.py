@@ -53,20 +53,37 @@ def lateness(
     return Lateness(days, min(1.0, rubric.late.per_day * max(0.0, days - free)))
 
 
-class _Assignment(msgspec.Struct):
+class _Assignment(msgspec.Struct, frozen=True):
     due_date: datetime | None = None
+
+
+class _User(msgspec.Struct):
+    """One of those who handed in; Gradescope adds the own dates of each, without documenting it."""
+
+    assignment: _Assignment = _Assignment()
 
 
 class _Metadata(msgspec.Struct):
     """What ``submission_metadata.json`` says of the times (Gradescope, "Submission Metadata")."""
 
     created_at: datetime
-    assignment: _Assignment
+    assignment: _Assignment = _Assignment()
+    users: list[_User] = []
+
+    def due(self, of_rubric: datetime | None) -> datetime | None:
+        """Return when it was due: by the rubric, or else Gradescope; later by an extension."""
+        due = of_rubric or self.assignment.due_date
+        for user in self.users:
+            own = user.assignment.due_date
+            # A date without an offset to UTC is compared with none; ``lateness`` refuses it.
+            if due and own and due.tzinfo and own.tzinfo:
+                due = max(due, own)
+        return due
 
 
 def lateness_on_gradescope(path: Path | None, rubric: Rubric) -> Lateness | None:
     """Return what Gradescope's time costs; the rubric's ``due`` comes before Gradescope's."""
-    if path is None:
+    if path is None or rubric.late is None:
         return None
     metadata = read_json(path, _Metadata, most_bytes=2**26)
-    return lateness(metadata.created_at, rubric.due or metadata.assignment.due_date, rubric)
+    return lateness(metadata.created_at, metadata.due(rubric.due), rubric)

@@ -28,6 +28,9 @@ _KILLS = 5  # a process that is just being forked may escape one
 def refused(task: Task) -> str | None:
     """Return why the ranks of a task cannot run as an ordinary user; None if they can."""
     needed = [str(HOOK), str(RUNNER), *task.mounts.values(), *filter(None, [task.driver])]
+    # Last in it is the folder that the rubric provides.
+    search = task.environment.get("PYTHONPATH", "").split(":")
+    needed += [folder for folder in search if Path(folder).is_dir() and os.path.isabs(folder)]
     temporary = tempfile.gettempdir()
     try:
         entered = _run("sh", "-c", 'cd "$0"', temporary)

@@ -70,7 +70,8 @@ def write_submission(
 ) -> None:
     """Write the page of a student, the audit's pages of his parts, and results.json."""
     folder = out / "submissions" / name
-    _write_page(folder / "index.html", "student", _view(name, marks) | _shared(rubric, unsafe))
+    view = _view(name, marks) | _shared(rubric, unsafe)
+    _write_page(folder / "index.html", "student", view | {"late": _late_text(marks, late)})
     for mark in marks:
         if mark.page:
             _write_audit_page(folder / mark.page, mark)
@@ -290,15 +291,20 @@ class GradescopeResults(msgspec.Struct):
 def results_json(marks: Sequence[Mark], late: Lateness | None = None) -> GradescopeResults:
     """Return what Gradescope takes for a submission; it is hidden as long as a mark is open."""
     score = total(marks)
-    results = GradescopeResults(score, "", "visible", [_test(mark) for mark in marks])
+    said = _late_text(marks, late)
+    results = GradescopeResults(score, said, "visible", [_test(mark) for mark in marks])
     if late is not None:
         results.score = score * (1 - late.share)
-        results.output = f"{late} of {score:g}. "
     number = count_open(marks)
     if number:
-        results.output += f"{count(number, 'part')} to be looked at by hand."
+        results.output = f"{said} {count(number, 'part')} to be looked at by hand.".strip()
         results.visibility = "hidden"
     return results
+
+
+def _late_text(marks: Sequence[Mark], late: Lateness | None) -> str:
+    """Return what the time costs, as a sentence; "" if nothing is known of it."""
+    return "" if late is None else f"{late} of {total(marks):g}."
 
 
 def _test(mark: Mark) -> GradescopeTest:

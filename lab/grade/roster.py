@@ -10,13 +10,14 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from common.errors import UserError, file_errors
 from common.say import count, listed
 from common.utils.atomic_files import read_regular, write_atomically
+from lab.grade.exported import Exported
 from lab.grade.late import lateness
 from lab.grade.marks import Mark
 from lab.grade.pages import count_open, harmless, total
@@ -25,7 +26,8 @@ from lab.grade.rubric import Rubric
 # The headers that name a column, in lower case: ours, those of Canvas and those of Gradescope.
 _HEADERS = {
     "name": ("name", "student", "full name", "student name"),
-    "login": ("login", "sis login id", "username", "netid", "sid"),
+    "login": ("login", "sis login id", "username", "netid"),
+    "sid": ("sid", "sis user id", "student id"),
     "email": ("email", "e-mail", "email address"),
     "section": ("section", "sections"),
     "group": ("group", "team", "group name"),
@@ -36,16 +38,20 @@ _HEADERS = {
 _CANVAS = ("Student", "ID", "SIS User ID", "SIS Login ID", "Section")
 _POINTS_ROW = "Points Possible"  # what Canvas calls its second row, with spaces before it
 # What Canvas calls a downloaded file: the student's name, perhaps LATE, his number, the file's.
-_DOWNLOADED = re.compile(r"([^_]+)_(?:LATE_)?(\d+)_\d+_")
+_DOWNLOADED = re.compile(r"(.+?)_(?:LATE_)?(\d+)_\d+(?:_|$)")
 
 
 @dataclass(frozen=True)
 class Student:
-    """A row of the roster; "" and None are unknown. free_days : late days that cost nothing."""
+    """A row of the roster; "" and None are unknown.
+
+    sid : the university's number. number : Canvas's. free_days : late days that cost nothing.
+    """
 
     row: Mapping[str, str]
     name: str = ""
     login: str = ""
+    sid: str = ""
     email: str = ""
     section: str = ""
     group: str = ""
@@ -56,14 +62,14 @@ class Student:
     @property
     def called(self) -> str:
         """What to call the student: the name, or else the login or the e-mail address."""
-        return self.name or self.login or self.email
+        return self.name or self.login or self.email or self.sid
 
     @property
     def keys(self) -> set[str]:
         """What a submission of this student may be called, see ``_key``."""
         turned = " ".join(reversed(self.name.split()))
         local_part = self.email.partition("@")[0]
-        names = (self.name, turned, self.login, self.email, local_part, self.number)
+        names = (self.name, turned, self.login, self.sid, self.email, local_part, self.number)
         return {_key(name) for name in names} - {""}
 
 
@@ -78,27 +84,29 @@ def _key(text: str) -> str:
 def read_roster(path: Path, rubric: Rubric) -> list[Student]:
     """Return the students of a CSV file, e.g. a gradebook that Canvas exported.
 
-    Raises UserError if it cannot be read, names nobody, or has a time or a number that is none or
-    does not go with the rubric's.
+    Raises UserError if it cannot be read, names nobody, or has a time or a number that is none.
     """
     if rubric.late is not None and rubric.due is None:
         raise UserError("the rubric has late, and with a roster it also needs due, a date and time")
-    with file_errors(f"{path} cannot be read"):
-        text = read_regular(path, most_bytes=2**24).decode("utf-8-sig")
-        reader = csv.DictReader(text.splitlines(), restkey="", restval="")
-        headers = list(reader.fieldnames or [])
-        rows = list(reader)
+    headers, rows = _read_table(path)
     columns = {field: _column(headers, names) for field, names in _HEADERS.items()}
-    if not any(columns[field] for field in ("name", "login", "email")):
+    if not any(columns[field] for field in ("name", "login", "sid", "email")):
         raise UserError(
             f"{path}: no column names a student, here are: {listed(headers) or 'none'}; give "
             "login, e-mail or name"
         )
     students = [_student(row, columns, path) for row in rows]
-    students = [one for one in students if one.called not in ("", _POINTS_ROW)]
-    for student in students:
-        lateness(student.submitted, rubric.due, rubric)  # refuses what cannot be compared
-    return students
+    return [one for one in students if one.called not in ("", _POINTS_ROW)]
+
+
+def _read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the headers and the rows of a table with commas or semicolons."""
+    with file_errors(f"{path} cannot be read"):
+        lines = read_regular(path, most_bytes=2**24).decode("utf-8-sig").splitlines()
+        first = lines[0] if lines else ""
+        delimiter = ";" if first.count(";") > first.count(",") else ","
+        reader = csv.DictReader(lines, restkey="", restval="", delimiter=delimiter)
+        return list(reader.fieldnames or []), list(reader)
 
 
 def _student(row: Mapping[str, str], columns: Mapping[str, str | None], path: Path) -> Student:
@@ -137,8 +145,15 @@ class Class:
     strangers: Sequence[str]
 
     @classmethod
-    def of(cls, students: Sequence[Student], submissions: Iterable[str]) -> "Class":
+    def of(
+        cls,
+        students: Sequence[Student],
+        submissions: Iterable[str],
+        exported: Mapping[str, Exported],
+    ) -> "Class":
         """Find each student's submission: his own, or else that of his group or of a mate.
+
+        exported : what Gradescope says of submissions; its times count if the roster has none.
 
         Raises UserError if a submission fits several students, or several fit one student.
         """
@@ -146,21 +161,44 @@ class Class:
         of_groups: dict[str, list[str]] = {}
         strangers = []
         for submission in submissions:
-            at = _author(submission, students)
-            groups = _groups(submission, students) if at is None else {students[at].group}
-            if at is None and not groups:
+            authors = _authors(submission, students, exported.get(submission))
+            groups = {students[at].group for at in authors} or _groups(submission, students)
+            if not groups:
                 strangers.append(submission)
-            if at in own:
-                both = f"{own[at]} and {submission} both fit {students[at].called}"
-                raise UserError(f"{both}: leave one out")
-            if at is not None:
+            for at in authors:
+                if at in own:
+                    both = f"{own[at]} and {submission} both fit {students[at].called}"
+                    raise UserError(f"{both}: leave one out")
                 own[at] = submission
             for group in groups - {""}:
                 of_groups.setdefault(group, []).append(submission)
         handed_in = [
             own.get(at) or _of_group(student, of_groups) for at, student in enumerate(students)
         ]
-        return cls(students, handed_in, strangers)
+        dated = [
+            _dated(student, exported.get(submission))
+            for student, submission in zip(students, handed_in, strict=True)
+        ]
+        return cls(dated, handed_in, strangers)
+
+
+def _dated(student: Student, exported: Exported | None) -> Student:
+    """Return the student with the time that Gradescope gives, unless the roster has one."""
+    if exported is None or student.submitted is not None:
+        return student
+    return replace(student, submitted=exported.created_at)
+
+
+def _authors(submission: str, students: Sequence[Student], exported: Exported | None) -> list[int]:
+    """Return the places of those who handed in: the students of Gradescope, or of the name."""
+    submitters = exported.submitters if exported else []
+    authors: dict[int, None] = {}
+    for names in [submitter.called for submitter in submitters] or [[submission]]:
+        fitting = (_author(name, students) for name in names)
+        first = next((at for at in fitting if at is not None), None)
+        if first is not None:
+            authors[first] = None
+    return list(authors)
 
 
 def _author(submission: str, students: Sequence[Student]) -> int | None:

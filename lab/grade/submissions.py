@@ -23,6 +23,8 @@ from lab.grade.rubric import Part, Ranks, Rubric
 _SUFFIXES = (".zip", ".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz")
 _TRAINS = re.compile(r"\.backward\(|init_process_group|DistributedDataParallel")
 
+# What Gradescope puts beside the folders of an export; exported.py reads it.
+EXPORT = "submission_metadata.yml"
 EVERY = "*"  # in a table: all submissions, or all parts
 # The names of a submission and of a part.
 Place = tuple[str, str]
@@ -31,9 +33,9 @@ Place = tuple[str, str]
 def named(paths: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the submissions by their names, which are their files' without the ending.
 
-    Several of one name are one mistake.
+    Several of one name are one mistake. The file that ``export/*`` names as well is none.
     """
-    return grouped((_name(path), path) for path in paths)
+    return grouped((_name(path), path) for path in paths if path.name != EXPORT)
 
 
 def _name(path: Path) -> str:

@@ -35,6 +35,8 @@ _LONGEST_NAME = 1024  # bytes, with its folders
 _LONGEST_HEADER = 2**20  # bytes that tarfile asks for at once
 _MOST_MESSAGE = 2000  # characters
 IGNORED = ("__MACOSX", "__pycache__", ".git", ".venv", "venv", "grades")  # the last: --self's
+NO_CODE = "it has no Python file, and no notebook"
+_ARCHIVES = (".zip", ".rar", ".7z", ".tgz", ".gz", ".bz2", ".xz", ".tar")
 # What begins a compressed tar.
 _OPENERS: Mapping[bytes, Callable[[Path], object]] = {
     b"\x1f\x8b": gzip.open,
@@ -44,14 +46,17 @@ _OPENERS: Mapping[bytes, Callable[[Path], object]] = {
 }
 
 
-def unpack(source: Path, target: Path, environment: Mapping[str, str]) -> None:
+def unpack(
+    source: Path, target: Path, environment: Mapping[str, str], *, without: Sequence[Path] = ()
+) -> None:
     """Copy a submission to a new folder that everybody can read.
 
-    environment : of the process that does it. Raises UserError, in one line, for what is no
-    submission or not harmless; then there is no such folder.
+    environment : of the process that does it. without : folders to leave out. Raises UserError, in
+    one line, for what is no submission or not harmless; then there is no such folder.
     """
+    paths = [source.absolute(), target, *without]
     process = start_child(
-        [sys.executable, "-P", "-s", "-m", __name__, str(source.absolute()), str(target)],
+        [sys.executable, "-P", "-s", "-m", __name__, *map(str, paths)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=environment,
@@ -74,13 +79,13 @@ def unpack(source: Path, target: Path, environment: Mapping[str, str]) -> None:
 
 
 def main() -> int:
-    """Unpack the first argument to the second; print what is wrong."""
+    """Unpack the first argument to the second, without the others; print what is wrong."""
     _limit(resource.RLIMIT_AS, MOST_MEMORY)
     _limit(resource.RLIMIT_CPU, MOST_SECONDS)
     _limit(resource.RLIMIT_FSIZE, MOST_BYTES)
-    source, target = map(Path, sys.argv[1:])
+    source, target, *without = map(Path, sys.argv[1:])
     try:
-        _unpack(source, target)
+        _unpack(source, target, without)
     except UserError as error:
         problem = str(error)
     except MemoryError:
@@ -113,9 +118,9 @@ class Entry(NamedTuple):
     is_link: bool = False
 
 
-def _unpack(source: Path, target: Path) -> None:
+def _unpack(source: Path, target: Path, without: Sequence[Path]) -> None:
     if source.is_dir():
-        _copy_folder(source, target)
+        _copy_folder(source, target, without)
     elif not source.is_file():
         raise UserError("it is neither a file nor a folder")
     elif zipfile.is_zipfile(source):
@@ -125,21 +130,29 @@ def _unpack(source: Path, target: Path) -> None:
     _let_everybody_read(target)  # first, so that no folder hides a link
     _refuse_links_outside(target)
     if not any([*target.rglob("*.py"), *target.rglob("*.ipynb")]):
-        raise UserError("it has no Python file, and no notebook")
+        inner = [path for path in sorted(target.rglob("*")) if path.suffix.lower() in _ARCHIVES]
+        if inner:  # nobody has looked into it
+            names = listed([path.relative_to(target) for path in inner])
+            raise UserError(f"{NO_CODE}, but holds {names}")
+        raise UserError(NO_CODE)
 
 
-def _copy_folder(source: Path, target: Path) -> None:
+def _copy_folder(source: Path, target: Path, without: Sequence[Path]) -> None:
     """Copy a folder; links stay links, so that nothing outside of it is read."""
-    _check(list(islice(_entries_of(source), MOST_FILES + 1)))
-    shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns(*IGNORED))
+    _check(list(islice(_entries_of(source, without), MOST_FILES + 1)))
+
+    def ignored(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name in IGNORED or Path(folder, name) in without]
+
+    shutil.copytree(source, target, symlinks=True, ignore=ignored)
 
 
-def _entries_of(source: Path) -> Iterator[Entry]:
+def _entries_of(source: Path, without: Sequence[Path]) -> Iterator[Entry]:
     """Yield what is in a folder, not deeper than may be unpacked."""
     folders = [source]
     while folders:
         for path in sorted(folders.pop().iterdir()):
-            if path.name in IGNORED:
+            if path.name in IGNORED or path in without:
                 continue
             found = path.lstat()
             relative = path.relative_to(source)

@@ -44,6 +44,18 @@ def typical_latency(rate_bits: float) -> float:
     return next(seconds for most, seconds in LATENCIES if rate_bits <= most)
 
 
+def with_compression(network: Network, *, in_draws: bool = False) -> Network:
+    """Return a measured network with what CPUs that run Gloo take to compress.
+
+    No calibration measures that. in_draws : for each draw, in place of the typical value.
+    """
+    if network.compress_seconds:
+        return network
+    typical = TypicalCluster.of("gloo", "tcp")
+    values = typical.drawn().values if in_draws else typical.values
+    return replace(network, compress_seconds=values.compress_seconds)
+
+
 def generation_of(backend: str, transport: str, rate_bits: float | None) -> str:
     """Return the transport with the likelier generation of nodes on links of that rate.
 

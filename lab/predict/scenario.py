@@ -5,7 +5,6 @@ Imports no torch.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from common.say import duration_text
 from common.sync.plans.batchnorm import SyncBatchNormPlan
 from lab.predict.calibrated_draws import drawn_network, drawn_remainder
 from lab.predict.calibration_file import Calibration
-from lab.predict.cluster import TypicalCluster, typical_latency
+from lab.predict.cluster import TypicalCluster, typical_latency, with_compression
 from lab.predict.compute_model import (
     LEAST_SAMPLES,
     MOST_UPDATE,
@@ -234,8 +233,7 @@ class Scenario:
         measured = self.calibration.network
         if self.in_draws:
             measured = drawn_network(self.calibration)
-        if not measured.compress_seconds:
-            measured = replace(measured, compress_seconds=self._typical_compression())
+        measured = with_compression(measured, in_draws=self.in_draws)
         within = self._inside(measured)
         if rate_bits is None:
             measured = measured.faster(faster)
@@ -245,13 +243,6 @@ class Scenario:
             ranks_per_node=self.ranks_per_node,
             inside=within,
         )
-
-    def _typical_compression(self) -> Mapping[str, Any]:
-        """Return what CPUs with Gloo take to compress a byte, which calibrations do not measure."""
-        typical = TypicalCluster.of("gloo", "tcp")
-        if self.in_draws:
-            typical = typical.drawn()
-        return typical.values.compress_seconds
 
     def _cluster_network(
         self, cluster: TypicalCluster, rate_bits: float | None, faster: int

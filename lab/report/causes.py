@@ -275,7 +275,7 @@ def compared(gap: Gap) -> str:
 
 def why(gap: Gap) -> str:
     """Say what makes the difference, as far as the two cells show it."""
-    sent = f"messages {messages(gap.faster)} and those {messages(gap.slower)}."
+    sent = f"messages {_messages_of_both(gap.faster, gap.slower)}."
     if gap.uncertain:
         return f"The difference lies within the noise. The {sent}"
     if gap.by_messages:
@@ -375,15 +375,30 @@ def leaving(row: CellRow) -> str:
     return properties(row.sync).get("leave", MessagePlan.leave)
 
 
+def _messages_of_both(faster: CellRow, slower: CellRow) -> str:
+    """Say what the messages of two strategies do, once if they do the same."""
+    does = _messages_do(faster)
+    if does != _messages_do(slower):
+        return f"{messages(faster)} and those {messages(slower)}"
+    exposed = seconds_text(faster.medians.sync, faster.step)
+    also = seconds_text(slower.medians.sync, slower.step)
+    both = f"{faster.sync} and {slower.sync}"
+    return f"of {both} {does} ({exposed} and {also} s of a step are exposed)"
+
+
 def messages(row: CellRow) -> str:
     """Say when a strategy's messages leave, or what passes rank 0's link, and what this costs."""
-    exposed = f"({seconds_text(row.medians.sync, row.step)} s of a step are exposed)"
+    exposed = seconds_text(row.medians.sync, row.step)
+    return f"of {row.sync} {_messages_do(row)} ({exposed} s of a step are exposed)"
+
+
+def _messages_do(row: CellRow) -> str:
     root_is_busy = (row.root_share or 0.0) > EQUAL_SHARE / row.nodes
     if row.cell.ranks_per_node > 1 and row.busiest_link_bytes is not None:
         link = "node 0's link" if root_is_busy else "each node's link"
         megabytes = 1e-6 * row.busiest_link_bytes
-        return f"of {row.sync} put {megabytes:.0f} MB a step through {link} each way {exposed}"
+        return f"put {megabytes:.0f} MB a step through {link} each way"
     if root_is_busy and row.bytes_sent:  # rank 0 receives as much as it sends
         megabytes = 2e-6 * row.bytes_sent[0]
-        return f"of {row.sync} put {megabytes:.0f} MB a step through rank 0's link {exposed}"
-    return f"of {row.sync} {leaving(row)} {exposed}"
+        return f"put {megabytes:.0f} MB a step through rank 0's link"
+    return leaving(row)

@@ -75,7 +75,7 @@ class MessagePlan:
     # When the messages leave, to continue "The messages of <strategy>".
     leave = "leave after backward"
 
-    # What a prediction of this plan leaves out, to continue "<strategy>: "; "" if nothing does.
+    # What a prediction of this plan leaves out or cannot know, to continue "<strategy>: ".
     caveat = ""
 
     def __post_init__(self) -> None:

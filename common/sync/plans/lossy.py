@@ -37,6 +37,9 @@ class TopKPlan(MessagePlan):
     """
 
     topk_ratio: Fraction = option(0.01, "share of the gradient's entries that a rank sends")
+    caveat = (
+        "what it computes is typical of such processors (priors.toml); no calibration measures it"
+    )
 
     messages = for_each(
         "buffer",
@@ -70,6 +73,7 @@ class DDPPowerSGDPlan(MessagePlan):
         2, "rank of the matrices that approximate a gradient"
     )
     find_unused_parameters: bool = False
+    caveat = TopKPlan.caveat
 
     messages = (
         for_each(

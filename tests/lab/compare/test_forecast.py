@@ -101,6 +101,16 @@ def test_steps_of_emulated_cells_are_those_of_the_event_model():
     assert other["overlapped-n4-200mbit"].why == "calibrated over loopback, no network"
 
 
+def test_what_compression_computes_is_in_the_forecast():
+    """40 MB on links that take no time: only the search for the largest entries is left."""
+    syncs = ("all_reduce_flat", "topk")
+    cells = plan_cells(Settings(nodes=(4,), sync=syncs, rates=("200mbit",), compute="slow"))
+    networks = {(4, "200mbit"): Network(0.0, 1e-15)}
+    made = forecast(cells, networks, slow_step, [40_000_000], {})
+    assert made["all_reduce_flat-n4-200mbit"].sync_seconds < 0.001
+    assert 0.03 < made["topk-n4-200mbit"].sync_seconds < 0.15
+
+
 def test_ranks_that_share_a_link_have_a_network_for_all_and_one_for_groups():
     """hierarchical takes the grouped network and crosses the links with less."""
     syncs = ("all_reduce_flat", "hierarchical")

@@ -204,9 +204,16 @@ def test_nothing_handed_in_is_zero_only_if_no_file_can_be_the_part(grade, ran, t
         "beside": {"part2": part2 | {"second.py": TRAINS}},
         "several": dict.fromkeys(["a/part2", "b/part2"], part2 | {"main.py": TRAINS}),
     }
+    for name, file in (("report", "report.txt"), ("inner", "all.zip")):
+        (tmp_path / "class" / name).mkdir(parents=True)
+        (tmp_path / "class" / name / file).write_text("")
     seen = grade(class_of, "--no-sandbox", rubric=f"missing = 0.25\n{RUBRIC}")
     marks = {name: row["part3"] for name, row in seen.rows.items()}
-    assert marks == dict.fromkeys(class_of, "") | {"one-part": "1", "with-helper": "1"}
+    missing = dict.fromkeys(("one-part", "with-helper", "report"), "1")
+    assert marks == dict.fromkeys([*class_of, "inner"], "") | missing
+    said = seen.results["report"]["tests"][0]["output"]
+    assert said == "Not handed in: it has no Python file, and no notebook."
+    assert "no notebook, but holds all.zip" in seen.rows["inner"]["by hand"]
     assert "Not handed in" in seen.results["one-part"]["tests"][1]["output"]
     assert seen.rows["other-name"]["so far"] == "6"
     assert grade({}, "--no-sandbox").rows["one-part"]["part3"] == ""  # the rubric says it
@@ -341,14 +348,27 @@ def test_a_student_marks_his_own_folder_without_the_hidden_parts(
         (tmp_path / "ada" / part).mkdir(parents=True)
         (tmp_path / "ada" / part / "main.py").write_text("half")
     rubric = RUBRIC.replace("points = 4", "points = 4\nhidden = true")
+    rubric = rubric.replace("memory_gb", 'mounts."../data" = "data"\nmemory_gb')
     (tmp_path / "rubric.toml").write_text(rubric)
     monkeypatch.chdir(tmp_path / "ada")
+    for folder in ("data", ".venv", ".git", "part2/data"):
+        (tmp_path / "ada" / folder).mkdir()
+        (tmp_path / "ada" / folder / "big.bin").write_bytes(b"x")
+    copies = []
+    unpack = grading.unpack
+
+    def unpack_and_list(source, target, *args, **options):
+        unpack(source, target, *args, **options)
+        copies.append(sorted(str(path.relative_to(target)) for path in target.rglob("*.bin")))
+
+    monkeypatch.setattr(grading, "unpack", unpack_and_list)
     assert main(["grade", "--self", "--rubric", "../rubric.toml"]) == 0
     said = capsys.readouterr().out
     assert "Part 2: by hand: 3 of 6\n  -3: T (literal-divisor). C." in said
     assert ("Part 3" in said, ran) == (False, ["half"])
     assert main(["grade", "--self", "--rubric", "../rubric.toml"]) == 0
     assert ran == ["half"], "grades/ of the first call is no part of the submission"
+    assert copies == [["part2/data/big.bin"]] * 2, "what the rubric mounts is linked, not copied"
 
 
 def test_tables_are_written_after_each_part_and_each_reader_has_his_own_sentence(

@@ -59,3 +59,16 @@ def test_the_user_writes_nothing_of_the_grader_and_leaves_nothing(
         assert sorted(os.listdir(grader)) == ["rubric", "run_autograder"]
         assert os.listdir(grader / "rubric") == []
     assert (tmp_path / "submission/main.py").read_text() == "mine"
+
+
+def test_what_the_rubric_provides_has_to_be_readable(tmp_path):
+    """Else each script that needs it would be blamed for a module that is missing."""
+    for parent in [tmp_path, *tmp_path.parents][:3]:
+        parent.chmod(0o755)
+    provided = tmp_path / "starter"
+    provided.mkdir()
+    (provided / "model.py").write_text("")
+    task = small_task(tmp_path, environment={"PYTHONPATH": f"own:{provided}"})
+    assert "starter" not in (ordinary_user.refused(task) or "")
+    (provided / "model.py").chmod(0o600)
+    assert f"cannot read all ({provided}/model.py)" in ordinary_user.refused(task)

@@ -41,8 +41,8 @@ def decide(tmp_path, lines):
 
 def test_canvas_gets_its_own_columns_back_with_the_marks_of_this_assignment(grade, tmp_path):
     (tmp_path / "canvas-export.csv").write_text(CANVAS)
-    submissions = ["lovelaceada_101_5550_hw2", "hoppergrace_LATE_102_5551_hw2", "aturing", "guest"]
-    decide(tmp_path, ["lovelaceada_101_5550_hw2,*,4", "guest,*,1", "aturing,part3,3"])
+    submissions = ["lovelace_ada_101_5550_hw2", "hoppergrace_LATE_102_5551_hw2", "aturing", "guest"]
+    decide(tmp_path, ["lovelace_ada_101_5550_hw2,*,4", "guest,*,1", "aturing,part3,3"])
     undecided = RUBRIC.replace('title = "A course"', 'title = "A course"\ncolumn = "Assignment 2"')
     graded = grade(
         {name: {"notes": {"notes.txt": ""}} for name in submissions},
@@ -94,6 +94,65 @@ def test_late_days_cost_their_share_and_a_group_shares_its_submission(grade, tmp
     assert not (tmp_path / "out/canvas.csv").exists()
 
 
+EXPORT = """\
+submission_1:
+  :submitters:
+  - :name: Ada Lovelace
+    :sid: '9001'
+    :email: elsewhere@x.edu
+  - :name: Grace Hopper
+    :sid:
+    :email: ghopper
+  :created_at: 2026-12-02 06:20:00.123456789 Z
+  :score: 0.0
+submission_2:
+  :submitters:
+  - :name: Alan Turing
+    :sid: 9003
+    :email: alan@x.edu
+  :created_at: 2026-12-01 06:00:00.000000000 Z
+submission_3:
+  :submitters:
+  - :name: Nobody
+    :email: nobody@x.edu
+"""
+
+
+def test_an_export_of_gradescope_says_who_handed_in_and_when(grade, tmp_path):
+    """Two students hand in one folder; 06:20 UTC is 21 minutes after the due date there."""
+    (tmp_path / "roster.csv").write_text(CANVAS)
+    (tmp_path / "class").mkdir()
+    (tmp_path / "class/submission_metadata.yml").write_text(EXPORT)
+    names = [f"submission_{number}" for number in (1, 2, 3)]
+    decide(tmp_path, [f"{name},*,3" for name in names])
+    graded = grade(
+        {name: {"notes": {"notes.txt": ""}} for name in names},
+        *("--roster", "roster.csv"),
+        rubric=DATED,
+    )
+    assert "4 students, 4 with a total, 1 without a submission" in graded.said
+    assert "no student fits submission_3" in graded.said
+    lines = {row[0]: row[5:] for row in table(tmp_path / "out/gradebook.csv")[1:]}
+    assert lines == {
+        "Lovelace, Ada": ["submission_1", "6", "5.4", "1 day late: -10 %"],
+        "Hopper, Grace": ["submission_1", "6", "5.4", "1 day late: -10 %"],
+        "Turing, Alan": ["submission_2", "6", "6", ""],
+        "Noether, Emmy": ["", "0", "0", "not handed in"],
+    }
+
+
+def test_an_export_that_makes_no_sense_is_refused_before_anything_runs(grade, tmp_path):
+    (tmp_path / "roster.csv").write_text("Login;Group\nx;red\n")  # as a German Excel writes it
+    (tmp_path / "class").mkdir()
+    (tmp_path / "class/submission_metadata.yml").write_text("x:\n  :created_at: yesterday\n")
+    refused = grade({"x": {"notes": {"notes.txt": ""}}}, "--roster", "roster.csv", rubric=DATED)
+    assert refused.status == 2
+    assert "submission_metadata.yml" in refused.error
+    (tmp_path / "class/submission_metadata.yml").write_text("x:\n  :submitters: []\n")
+    graded = grade({"x": {"notes": {"notes.txt": ""}}}, "--roster", "roster.csv", rubric=DATED)
+    assert "gradebook.csv: 1 student, 0 with a total" in graded.said
+
+
 @pytest.mark.parametrize(
     ("roster", "words"),
     [
@@ -115,13 +174,24 @@ def test_a_roster_that_does_not_tell_says_what_to_do(roster, words, grade, tmp_p
     assert not (tmp_path / "out/gradebook.csv").exists()
 
 
-@pytest.mark.parametrize(("due", "score"), [("", 7.2), ("due = 2026-11-30T12:00:00-06:00", 6.4)])
-def test_gradescope_s_own_time_and_due_date_cost_their_share(due, score, grade, tmp_path):
+EXTENDED = {"due_date": "2026-12-03T23:59:00.000000-06:00", "late_due_date": None}
+
+
+@pytest.mark.parametrize(
+    ("due", "own", "score"),
+    [
+        ("", {}, 7.2),
+        ("due = 2026-11-30T12:00:00-06:00", {}, 6.4),
+        ("", {"assignment": EXTENDED}, 8),
+        ("due = 2026-11-30T12:00:00-06:00", {"assignment": EXTENDED}, 8),
+    ],
+)
+def test_gradescope_s_own_time_and_due_date_cost_their_share(due, own, score, grade, tmp_path):
     metadata = {
         "id": 123456,
         "created_at": "2026-12-02T06:30:00.365935-06:00",
         "assignment": {"due_date": "2026-12-01T23:59:00.000000-06:00", "late_due_date": None},
-        "users": [{"email": "ada@uni.edu", "id": 1234, "name": "Ada"}],
+        "users": [{"email": "ada@uni.edu", "id": 1234, "name": "Ada"} | own],
     }
     (tmp_path / "submission_metadata.json").write_text(json.dumps(metadata))
     decide(tmp_path, ["submission,*,4"])
@@ -132,5 +202,8 @@ def test_gradescope_s_own_time_and_due_date_cost_their_share(due, score, grade, 
     )
     results = graded.results["submission"]
     assert results["score"] == pytest.approx(score)
-    assert results["output"].startswith(("1 day late: -10 % of 8", "2 days late: -20 % of 8"))
+    said = {8: "", 7.2: "1 day late: -10 % of 8.", 6.4: "2 days late: -20 % of 8."}[score]
+    assert results["output"] == said
+    page = (tmp_path / "out/submissions/submission/index.html").read_text()
+    assert (f"<p>{said}</p>" in page) == bool(said)
     assert results["visibility"] == "visible"

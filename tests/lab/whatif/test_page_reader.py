@@ -239,7 +239,7 @@ def test_a_strategy_that_sends_now_and_then(phone, what_if):
 def test_what_a_prediction_leaves_out_stands_in_the_answer(phone, what_if):
     """As the strategy's plan says it."""
     [caveat] = [
-        entry["plan"]["caveat"] for entry in what_if.data["strategies"] if entry["name"] == "fsdp"
+        entry["plan"]["caveat"] for entry in what_if.data["strategies"] if entry["name"] == "topk"
     ]
-    show(phone, what_if.preset("cloudlab") | {"strategies": ["fsdp"], "focus": "fsdp"})
+    show(phone, what_if.preset("cloudlab") | {"strategies": ["topk"], "focus": "topk"})
     assert caveat[1:] in text(phone, "sentence")
