@@ -59,10 +59,9 @@ def autocast(
     device: torch.device | str, dtype: torch.dtype | None
 ) -> AbstractContextManager[torch.autocast | None]:
     """Return torch's autocast context for a forward pass in ``dtype``; None disables it."""
-    kind = torch.device(device).type
-    if dtype is None and not torch.is_autocast_enabled(kind):
+    if dtype is None and not torch.is_autocast_enabled(torch.device(device).type):
         return nullcontext()  # entering torch's takes 4 us
-    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+    return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None)
 
 
 def build_scaler(
