@@ -195,8 +195,9 @@ def test_words_that_write_would_ignore_are_refused(word, said, capsys):
 
 def test_a_group_left_out_is_predicted_by_the_others_alone():
     """The group's own steps, ten times as long, move its own errors and not its predictions."""
-    rows = read_published(published_path())
     group = "cos568-B"
+    few = (group, "cs744-A", "cs744-D")
+    rows = [row for row in read_published(published_path()) if row.group in few]
     slower = [
         replace(row, measured_step_s=10 * row.measured_step_s) if row.group == group else row
         for row in rows

@@ -137,7 +137,8 @@ def test_a_copy_without_a_makefile_and_an_error_of_its_own(tmp_path):
 def test_the_list_of_packages_is_that_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     modules = {"scikit-learn": "sklearn", "pillow": "PIL"}
-    names = [re.split("[<>=]", one)[0] for one in project["dependencies"]]
+    names = {re.split("[<>=]", one)[0] for one in project["dependencies"]}
+    names.remove("pyyaml")  # which trains nothing: lab grade reads Gradescope's exports with it
     assert sorted(modules.get(name, name) for name in names) == sorted(MODULES)
     assert f"torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]},<2.16" in project["dependencies"]
     assert project["requires-python"] == ">=" + ".".join(map(str, OLDEST_PYTHON))

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
-# The modules of the packages in pyproject.toml's dependencies.
+# The modules of the packages in pyproject.toml's dependencies, but for PyYAML (lab grade).
 MODULES = (
     "torch",
     "torchvision",
