@@ -41,7 +41,8 @@ CURES = {
         "Afterwards broadcast the mean to the other ranks: inside each node, from the rank "
         "that has it."
     ),
-    "own-gradient": "Average the gradients, and write the mean into .grad before optimizer.step().",
+    "own-gradient": "Average the gradients after backward(), and write the mean into .grad before "
+    "optimizer.step().",
     "unequal-groups": (
         "Add up the gradients inside the groups and between them, and divide once, by the "
         "number of all ranks."

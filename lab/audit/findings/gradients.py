@@ -23,6 +23,7 @@ from lab.audit.findings.where import (
     bypasses_ddp,
     ends_without_sync,
     exchange_line,
+    exchanged_before_backward,
     exchanges,
     first_line,
     groups,
@@ -464,7 +465,7 @@ def _what_each_gets(seen: _Seen, all_own: bool) -> Finding:
         partial = [ddp.at for ddp in seen.recording.of(DdpBuilt) if len(ddp.ranks) < first.size]
         line = first_line(partial) or line
     elif all_own:
-        kind = "unawaited" if lost else "own"
+        kind = "unawaited" if lost else _why_own(seen)
     elif name != "one-group":
         kind = "rows"
     return seen.found(
@@ -477,6 +478,14 @@ def _what_each_gets(seen: _Seen, all_own: bool) -> Finding:
         what=evidence.of_its_group,
         groups=evidence.inside_text,
     )
+
+
+def _why_own(seen: _Seen) -> str:
+    """Return the kind of evidence for ranks that keep their own gradients."""
+    later = [update.step for update in seen.bad if update.step > 0]  # step 0 may have none yet
+    if later and all(exchanged_before_backward(seen.recording, step) for step in later):
+        return "early"
+    return "own"
 
 
 def _ends_equal(update: Update) -> bool:

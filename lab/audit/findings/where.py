@@ -221,6 +221,21 @@ def never_synced(recording: Recording, step: int) -> bool:
     return bool(synced) and all(one is False for one in synced)
 
 
+def exchanged_before_backward(recording: Recording, step: int) -> bool:
+    """Return whether all ranks exchange gradients in a step, and before their first backward."""
+    for rank in recording.ranks:
+        backwards = in_step(rank.of(Backward), step)
+        calls = [
+            call for call in in_step(rank.of(CollectiveCall), step) if call.content == "gradient"
+        ]
+        if not calls or not backwards:
+            return False
+        last = rank.records.index(calls[-1])
+        if calls[-1].within is not None or last > rank.records.index(backwards[0]):
+            return False
+    return True
+
+
 def unawaited(recording: Recording, step: int) -> int:
     """Return how many asynchronous exchanges of gradients rank 0 never waits for in a step."""
     rank0 = recording.ranks[0]
