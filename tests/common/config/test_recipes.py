@@ -322,6 +322,7 @@ def test_who_trains_something_else_than_meant_is_told(command, said):
     assert said is None or re.search(said, notices[0])
 
 
+@pytest.mark.slow
 def test_the_assignments_recipe_and_a_name_for_its_runs(tmp_path, images):
     words = ["--recipe", "cs744", "--dataset", "folder", "--data-dir", images, "--max-steps", 2]
     words += ["--batch-size", 8, "--output-dir", tmp_path, "--experiment", "mine", *TINY]

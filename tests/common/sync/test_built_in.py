@@ -170,7 +170,10 @@ def refused(rank, kind):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("branches", "extra on rank 0, base on rank 1"), ("compiled", "leave out --compile")],
+    [
+        ("branches", "extra on rank 0, base on rank 1"),
+        pytest.param("compiled", "leave out --compile", marks=pytest.mark.slow),
+    ],
 )
 def test_what_fsdp_cannot_do_is_refused_by_name(kind, message):
     with pytest.raises(RankError, match=f"{UserError.__name__}: .*{message}"):

@@ -153,8 +153,14 @@ def sends_to_others(members, rank):
 
 
 IDS = [f"{name}-{'-'.join(map(str, options))}".rstrip("-") for name, options in CASES]
+
+
+def _marks(size):
+    return [pytest.mark.slow] if size in (4, 64) else []
+
+
 SIZES_AND_CASES = [
-    pytest.param(size, index, id=f"{size}-{name}")
+    pytest.param(size, index, id=f"{size}-{name}", marks=_marks(size))
     for index, name in enumerate(IDS)
     for size in (2, 3, *(FAKE if index in HAND_WRITTEN else ()))
 ]
@@ -188,7 +194,7 @@ def test_bytes_sent_are_the_payload_of_the_messages(size, kind, index):
 
 
 @pytest.mark.parametrize("name", [*BY_MESSAGES, "hierarchical"])
-@pytest.mark.parametrize("size", [2, 3, *FAKE])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=_marks(size)) for size in (2, 3, *FAKE)])
 def test_what_leaves_a_node_is_what_the_plan_says_of_its_link(size, name):
     """With two ranks on a node: point-to-point messages, and collectives among leaders alone."""
     index = next(i for i, (case, options) in reversed([*enumerate(CASES)]) if case == name)

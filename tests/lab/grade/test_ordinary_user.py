@@ -3,6 +3,8 @@
 import contextlib
 import os
 import subprocess
+import tempfile
+from pathlib import Path
 
 import psutil
 import pytest
@@ -63,8 +65,10 @@ def test_the_user_writes_nothing_of_the_grader_and_leaves_nothing(
 
 def test_what_the_rubric_provides_has_to_be_readable(tmp_path):
     """Else each script that needs it would be blamed for a module that is missing."""
-    for parent in [tmp_path, *tmp_path.parents][:3]:
-        parent.chmod(0o755)
+    for folder in [tmp_path, *tmp_path.parents]:
+        if folder == Path(tempfile.gettempdir()):
+            break
+        folder.chmod(0o755)
     provided = tmp_path / "starter"
     provided.mkdir()
     (provided / "model.py").write_text("")
